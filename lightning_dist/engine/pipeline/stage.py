@@ -23,6 +23,7 @@ from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.side_losses import check_no_side_losses
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
+from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 from lightning_dist.engine.splitting.whole_step import StepInterceptor
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
@@ -33,9 +34,6 @@ from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 Step = Callable[[Microbatch], Any]
 """The user's step on one micro-batch; returns the loss or the outputs on the last stage."""
-LayerInput = Callable[[bool, Any, tuple[Any, ...], Mapping[str, Any]], Any]
-"""Takes whether the stage is the first, its received tree, and a call's arguments and keywords;
-returns what the layers run on."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -65,19 +63,20 @@ class ForwardInterceptor:
     """Replaces the forward of the pipelined module.
 
     Args:
-        module: The pipelined module.
+        found: The layers of the pipelined module.
         remote: What a step sees of the remote layers.
         is_whole: Whether all layers are on this rank, so that the module may be called at any time.
     """
 
-    def __init__(self, module: nn.Module, remote: RemoteLayersView, *, is_whole: bool) -> None:
+    def __init__(self, found: Layers, remote: RemoteLayersView, *, is_whole: bool) -> None:
+        module, self._compiler = found.module, found.compiler
         self._remote = remote
         self._is_whole = is_whole
         self._own_forward: Callable[..., Any] = module.forward
         self._layers: Callable[..., Any] | None = None
         self._outputs: list[Any] = []
         self._leaves = False
-        self._undo = replace_method(module, "forward", self._forward)
+        self._undo = replace_method(module, "forward", self._compiler.pause(self._forward))
 
     def detach(self) -> None:
         """Restores the module's own forward."""
@@ -114,7 +113,7 @@ class ForwardInterceptor:
     def _forward(self, *arguments: Any, **keywords: Any) -> Any:
         if self._layers is None:
             if self._is_whole:
-                return self._own_forward(*arguments, **keywords)
+                return self._compiler.resume(self._own_forward, *arguments, **keywords)
             raise ValueError(
                 "The pipelined module was called outside of a step. Its layers are on several"
                 " ranks: call it inside training_step, validation_step, test_step or"
@@ -141,8 +140,7 @@ class Stage:
         device: Device on which the stage computes.
         layers: Runs the stage's layers.
         interceptor: Runs the layers in the user's step.
-        layer_input: Returns what the layers run on; see :meth:`.Layers.layer_input`.
-        root: The user's module, through which the step reaches parameters.
+        found: The layers of all stages.
         policy: Decides which weights a micro-batch sees.
         gradients: Runs the backwards and holds their gradients.
         meter: Releases the weights, and measures their staleness.
@@ -160,14 +158,13 @@ class Stage:
         device: torch.device,
         layers: nn.Module,
         interceptor: ForwardInterceptor | StepInterceptor,
-        layer_input: LayerInput,
-        root: nn.Module | None,
+        found: Layers,
         policy: WeightPolicy,
         gradients: HeldGradients,
         meter: StalenessMeter,
     ) -> None:
         self.layers = layers
-        self._swapped = SwappedWeights(layers, root)
+        self._swapped = SwappedWeights(layers, found.users_module)
         self.is_first = stage_index == 0
         self.is_last = stage_index == num_stages - 1
         self.policy = policy
@@ -176,7 +173,7 @@ class Stage:
         self.report: UpdateReport | None = None
         self._stage_index = stage_index
         self._interceptor = interceptor
-        self._layer_input = layer_input
+        self._found = found
         self._seed = seed
         self._device = device
         self.in_flight: dict[int, InFlight] = {}
@@ -219,7 +216,7 @@ class Stage:
 
         def layers(*arguments: Any, **keywords: Any) -> Any:
             nonlocal layer_input, output
-            layer_input = self._layer_input(self.is_first, received, arguments, keywords)
+            layer_input = self._found.layer_input(self.is_first, received, arguments, keywords)
             # A copy for another run, since the layers may write into their input.
             given = map_tensors(_copy_of, layer_input) if self._recomputes else layer_input
             output = self._run_layers(given, name)
@@ -339,7 +336,7 @@ class Stage:
 
     def _run_layers(self, value: Any, seed: tuple[int, ...]) -> Any:
         with seeded(*seed, self._stage_index, device=self._device):
-            return self.layers(map_tensors(_behind_leaf, value))
+            return self._found.run(self.layers, map_tensors(_behind_leaf, value))
 
     def _roots(
         self, flight: InFlight, weights: WeightVersion, gradients: Sequence[Tensor | None]

@@ -186,7 +186,7 @@ class OwnStages(Mapping[int, Stage]):
         if isinstance(self.found, WholeStep):
             return StepInterceptor()
         remote = RemoteLayersView(self.found, self.options.device)
-        return ForwardInterceptor(self.found.module, remote, is_whole=self.shape.num_stages == 1)
+        return ForwardInterceptor(self.found, remote, is_whole=self.shape.num_stages == 1)
 
     def _make_stage(
         self,
@@ -218,8 +218,7 @@ class OwnStages(Mapping[int, Stage]):
             device=options.device,
             layers=layers,
             interceptor=interceptor,
-            layer_input=self.found.layer_input,
-            root=self.found.users_module,
+            found=self.found,
             policy=policy,
             gradients=gradients,
             meter=StalenessMeter(policy.release, history, measures_discrepancy=measures),

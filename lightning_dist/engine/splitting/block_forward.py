@@ -63,15 +63,22 @@ class BlockRoute:
         path: Dotted path of the model's list of blocks.
         before: Names of the other modules with parameters that run before the blocks.
         after: Names of the modules with parameters that run after the blocks.
+        run: Calls a block of this stage with its arguments.
     """
 
     def __init__(
-        self, model: nn.Module, path: str, before: Collection[str], after: Collection[str]
+        self,
+        model: nn.Module,
+        path: str,
+        before: Collection[str],
+        after: Collection[str],
+        run: Callable[..., Any],
     ) -> None:
         self._model = model
         self._path = path
         self._before = before
         self._after = after
+        self._run_block = run
         self._blocks = cast(nn.ModuleList, model.get_submodule(path))
         self._forward: Callable[..., Any] = model.forward
         self._course: _Course | None = None
@@ -163,7 +170,7 @@ class BlockRoute:
         if index == span.first > 0 and span not in self._inspected:
             self._inspected.add(span)
             self._inspect(index, course.received, [*enumerate(arguments), *keywords.items()])
-        output = block(*arguments, **keywords)
+        output = self._run_block(block, *arguments, **keywords)
         if index + 1 == span.end < len(self._blocks):
             course.output = output
             raise _BlocksLeft

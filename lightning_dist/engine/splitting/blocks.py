@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.splitting.block_forward import BlockRoute, Span
 from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.tensors.compiler import refuse_wrapper
 
 _OF_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -68,6 +69,7 @@ class Blocks(Layers):
     def __init__(
         self, module: nn.Module, path: str, before: Sequence[str], after: Sequence[str]
     ) -> None:
+        refuse_wrapper(module)
         blocks = [f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]
         last = len(blocks) - 1
         super().__init__(
@@ -78,7 +80,9 @@ class Blocks(Layers):
             ],
         )
         self._path = path
-        self._route = BlockRoute(module, path=path, before=before, after=after)
+        self._route = BlockRoute(
+            module, path=path, before=before, after=after, run=self.compiler.resume
+        )
 
     @property
     @override

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_dist.engine.tensors.compiler import PausedCompiler
+
 
 class Part(NamedTuple):
     """One submodule of a layer.
@@ -39,11 +41,15 @@ class Layers:
     Args:
         module: The pipelined module.
         names: Names of each layer's submodules.
+
+    Attributes:
+        compiler: The compiler of the pipelined module's calls.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[Sequence[str]]) -> None:
         self.module = module
         self.names = tuple(tuple(group) for group in names)
+        self.compiler = PausedCompiler()
 
     def __len__(self) -> int:
         """Returns the number of layers."""
@@ -92,6 +98,15 @@ class Layers:
         """
         raise NotImplementedError
 
+    def run(self, stage: nn.Module, value: Any) -> Any:
+        """Runs a stage's layers, compiled if the call of the pipelined module is.
+
+        Args:
+            stage: The result of :meth:`stage`, or a module in its place.
+            value: The result of :meth:`layer_input`.
+        """
+        return stage(value)
+
     def beside(self, layer_index: int) -> dict[str, Tensor]:
         """Returns the tensors that a layer of this rank uses and its submodules do not hold."""
         return {}
@@ -132,6 +147,10 @@ class LayerSequence(Layers):
         self, is_first: bool, received: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> Any:
         return arguments[0] if is_first else received
+
+    @override
+    def run(self, stage: nn.Module, value: Any) -> Any:
+        return self.compiler.resume(stage, value)
 
 
 def layers_in(module: nn.Sequential | Layers) -> Layers:

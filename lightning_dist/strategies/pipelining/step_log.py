@@ -164,6 +164,8 @@ class StepLog:
         self._metric_names = {
             id(m): name for name, m in module.named_modules() if isinstance(m, Metric)
         }
+        # A step that is compiled is compiled without this code.
+        self._log = torch.compiler.disable(self._record)
         self._recorded: dict[str, _Recorded] = {}
         self._made: list[tuple[LogCall, bool, Number | None, float | None]] = []
         self._microbatch = _Microbatch(0, 0.0)
@@ -178,7 +180,7 @@ class StepLog:
         """
         self._microbatch = _Microbatch(num_samples, num_samples)
         self._made = []
-        undo = replace_method(self._module, "log", self._record)
+        undo = replace_method(self._module, "log", self._log)
         try:
             yield
             self._keep()

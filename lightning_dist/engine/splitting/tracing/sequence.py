@@ -8,6 +8,7 @@ in the module when a layer runs. :mod:`.tracing.program` has the layers' graphs.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from lightning_dist.engine.splitting.blocks import without_cache
 from lightning_dist.engine.splitting.layers import LayerSequence
 from lightning_dist.engine.splitting.tracing.program import TraceProgram
 from lightning_dist.engine.splitting.tracing.removed_tensors import RemovedTensors
+from lightning_dist.engine.tensors.compiler import PausedCompiler, refuse_wrapper
 
 
 class TracedLayer(nn.Module):
@@ -78,6 +80,7 @@ class TracedSequence(nn.Sequential):
         kwargs: Mapping[str, Any],
         casts: Callable[[nn.Module], None] | None = None,
     ) -> None:
+        refuse_wrapper(module)
         program = TraceProgram(module, args, without_cache(module, kwargs), casts)
         parameters = dict(module.named_parameters())
         layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -88,6 +91,7 @@ class TracedSequence(nn.Sequential):
         super().__init__(layers)
         self.program = program
         self.away: RemovedTensors | None = None
+        self.compiler = PausedCompiler()
         self._module = (module,)  # in a tuple, where nn.Module does not look for submodules
         module.forward = _TracedForward(self)
 
@@ -114,6 +118,7 @@ class TracedLayers(LayerSequence):
     def __init__(self, sequence: TracedSequence) -> None:
         super().__init__(sequence)
         self._sequence = sequence
+        self.compiler = sequence.compiler
 
     @property
     @override
@@ -129,6 +134,17 @@ class TracedLayers(LayerSequence):
         layer = self._sequence[layer_index]
         assert isinstance(layer, TracedLayer)
         return layer.named_tensors()
+
+    @override
+    def run(self, stage: nn.Module, value: Any) -> Any:
+        if self.compiler.is_paused:
+            warnings.warn(
+                "torch.compile does not reach the layers of a traced model on stages, so they run"
+                " uncompiled. If the model has a list of blocks, name it with `layers=`: blocks"
+                " are compiled.",
+                stacklevel=2,
+            )
+        return stage(value)
 
     @override
     def beside(self, layer_index: int) -> dict[str, Tensor]:
@@ -158,8 +174,12 @@ class _TracedForward:
 
     def __init__(self, sequence: TracedSequence) -> None:
         self.sequence = sequence
+        self._paused = sequence.compiler.pause(self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._paused(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         given = without_cache(self.sequence.traced, kwargs)
         return self.sequence(self.sequence.program.begin(args, given))
 

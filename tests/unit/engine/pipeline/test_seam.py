@@ -11,15 +11,19 @@ from lightning_dist.engine.splitting.layers import LayerSequence
 from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 
 
+def intercept(net: nn.Sequential, *, is_whole: bool = False) -> ForwardInterceptor:
+    layers = LayerSequence(net)
+    view = RemoteLayersView(layers, torch.device("cpu"))
+    return ForwardInterceptor(layers, view, is_whole=is_whole)
+
+
 def double(x: Any) -> Any:
     return 2 * x
 
 
 def test_a_step_runs_what_it_is_given_and_goes_on_or_leaves() -> None:
     net = nn.Sequential(nn.Identity())
-    interceptor = ForwardInterceptor(
-        net, RemoteLayersView(LayerSequence(net), torch.device("cpu")), is_whole=False
-    )
+    interceptor = intercept(net)
     assert interceptor.run(lambda: net(3) + 1, double, leaves=False) == 7
     assert interceptor.run(lambda: net(3) + 1, double, leaves=True) == 6
     assert interceptor.run(lambda: net(3), lambda _: None, leaves=True) is None
@@ -29,9 +33,7 @@ def test_a_step_runs_what_it_is_given_and_goes_on_or_leaves() -> None:
 
 def test_a_step_cannot_catch_its_own_end() -> None:
     net = nn.Sequential(nn.Identity())
-    interceptor = ForwardInterceptor(
-        net, RemoteLayersView(LayerSequence(net), torch.device("cpu")), is_whole=False
-    )
+    interceptor = intercept(net)
 
     def step() -> int:
         try:
@@ -45,9 +47,7 @@ def test_a_step_cannot_catch_its_own_end() -> None:
 
 def test_a_module_that_is_not_called_once_is_refused() -> None:
     net = nn.Sequential(nn.Identity())
-    interceptor = ForwardInterceptor(
-        net, RemoteLayersView(LayerSequence(net), torch.device("cpu")), is_whole=False
-    )
+    interceptor = intercept(net)
     with pytest.raises(ValueError, match="without a call"):
         interceptor.run(lambda: 1, double, leaves=False)
     with pytest.raises(ValueError, match="twice"):
@@ -58,9 +58,7 @@ def test_a_module_that_is_not_called_once_is_refused() -> None:
 
 def test_an_error_leaves_nothing_behind() -> None:
     net = nn.Sequential(nn.Identity())
-    interceptor = ForwardInterceptor(
-        net, RemoteLayersView(LayerSequence(net), torch.device("cpu")), is_whole=True
-    )
+    interceptor = intercept(net, is_whole=True)
     with pytest.raises(KeyError):
         interceptor.run(lambda: {}[net(1)], double, leaves=False)
     assert torch.equal(net(torch.ones(2)), torch.ones(2))
