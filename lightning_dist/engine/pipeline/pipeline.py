@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,7 @@ from lightning_dist.engine.schedules.rounds import Round, Rounds
 from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
+from lightning_dist.engine.tensors.compiler import keep_saved_tensors
 from lightning_dist.engine.tensors.patch import add_with_hooks, has_gradient_hooks, with_hooks
 from lightning_dist.engine.tensors.rng import python_state_kept
 
@@ -387,11 +388,13 @@ class Pipeline:
         backwards = Counter(a.stage_index for a in actions if a.kind in _COMPLETES_GRADIENTS)
         for number, count in backwards.items():
             self.stages[number].begin_round(count)
-        found = self._runtime.run(until_last_send, work)
-        results = [found[index] for index in sorted(found)]
-        if on_results is not None:
-            on_results(results)
-        self._runtime.run(local_tail, work)
+        splits = any(action.kind is ActionKind.BACKWARD_WEIGHT for action in actions)
+        with keep_saved_tensors() if splits else nullcontext():
+            found = self._runtime.run(until_last_send, work)
+            results = [found[index] for index in sorted(found)]
+            if on_results is not None:
+                on_results(results)
+            self._runtime.run(local_tail, work)
         for number in backwards:
             self.stages[number].gradients.end_round()
         self._due = of_optimizer[-1] if of_optimizer else None

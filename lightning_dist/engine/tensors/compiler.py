@@ -14,9 +14,11 @@ this thread's compiler, and returns the one before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 
@@ -68,6 +70,18 @@ class PausedCompiler:
             return _call(function, arguments, keywords)
         finally:
             set_eval_frame(paused)
+
+
+def keep_saved_tensors() -> AbstractContextManager[None]:
+    """Returns a context manager in which a compiled backward is one that may keep its graph.
+
+    Torch lets a compiled backward overwrite the saved tensors ("donated buffers"), and refuses it
+    in a backward that keeps the graph, as a split one does. It compiles another one where the first
+    backward keeps the graph, but not if an earlier run has left the compiled code in a cache.
+    """
+    # What was compiled with another value of this setting is looked for under another key.
+    kept: AbstractContextManager[None] = torch._functorch.config.patch(donated_buffer=False)
+    return kept
 
 
 def refuse_wrapper(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.compiler import PausedCompiler
+from lightning_dist.engine.tensors.compiler import PausedCompiler, keep_saved_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -91,3 +91,18 @@ def test_a_graph_around_all_of_it_is_refused_with_what_to_do() -> None:
 def test_without_a_compiler_all_runs_as_it_is() -> None:
     net = Net()
     assert torch.equal(net(X), net.layers[0](X))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+def test_a_compiled_backward_that_has_freed_its_graph_may_keep_it_the_next_time() -> None:
+    torch.compiler.reset()
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    call = torch.compile(lambda x: net(x), backend="aot_eager_decomp_partition")
+
+    def gradient(*, keeps: bool) -> Tensor:
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(call(x).sum(), x, retain_graph=keeps)[0]
+
+    with keep_saved_tensors():
+        first = gradient(keeps=False)
+        assert torch.equal(gradient(keeps=True), first)
