@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,6 +96,14 @@ MAKE: dict[str, Any] = {
 }
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # torch's compiler asks any tensor for its gradient, and torch warns of that.
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor")
+        yield
+
+
 def fit(name: str, how: str, half: str | None, file: str) -> tuple[dict[str, Tensor], Graphs]:
     torch.compiler.reset()  # of the case before, in the same process
     counters.clear()
@@ -106,9 +116,7 @@ def fit(name: str, how: str, half: str | None, file: str) -> tuple[dict[str, Ten
         gradient_clip_val=0.5,
     )
     module = Net(graphs if how == "layers" else None)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # torch's compiler asks any tensor for its gradient, and torch warns of that.
-        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor")
+    with pytest.MonkeyPatch.context() as patch, quiet():
         patch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
         trainer.fit(module, make_loader(8 * NUM_STEPS), make_loader(8 * NUM_EVALUATED))
         trainer.save_checkpoint(file)

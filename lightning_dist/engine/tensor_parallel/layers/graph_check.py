@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -54,10 +53,12 @@ class ShardedActivationCheck:
 
     def give(self, features: Tensor, layer: str) -> None:
         """Records sharded features."""
-        if torch.compiler.is_compiling():  # compiled features are in no autograd graph
-            self._is_compiled = True
-        elif self.is_noting and features.grad_fn is not None:
+        if self.is_noting and features.grad_fn is not None:
             self._features[features.grad_fn] = layer
+
+    def skip(self) -> None:
+        """Checks nothing: in compiled code one node of the autograd graph stands for many."""
+        self._is_compiled = True
 
     def mark_sequence(self, *, is_cut: bool) -> None:
         """Records that the sequence is sharded, or gathered; `ValueError` if it was already."""

@@ -108,11 +108,23 @@ class Entry:
 
 @dataclass(frozen=True)
 class _SpreadForward:
-    """A sharded layer's forward: in a copy of the layer it would use the original's weights."""
+    """A sharded layer's forward: in a copy of the layer it would use the original's weights.
+
+    What is around the layer may be compiled. The layer itself is not: the borders of a region would
+    divide the compiled code anyway, and a compiled DTensor cannot be moved to the host after a run.
+    """
 
     compute: Callable[[Tensor], Tensor]
+    crossings: ShardedActivationCheck | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.crossings is not None and torch.compiler.is_compiling():
+            self.crossings.skip()
+        result: Tensor = self._run(x)
+        return result
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run(self, x: Tensor) -> Tensor:
         return self.compute(x)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -157,7 +169,7 @@ def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> 
         entry.region.begin(features, name, training=layer.training)
         return features
 
-    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
+    layer.forward = _SpreadForward(forward, entry.region.crossings)  # type: ignore[method-assign, assignment]
 
 
 def colwise_gather(
@@ -183,7 +195,7 @@ def colwise_gather(
         shards = [Shard(features.dim() - 1)]
         return mark(DTensor.from_local(features, mesh, shards, run_check=False))
 
-    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
+    layer.forward = _SpreadForward(forward, entry.region.crossings)  # type: ignore[method-assign, assignment]
 
 
 def _check_width(name: str, x: Tensor, width: int, takes: str) -> None:
@@ -205,7 +217,7 @@ def rowwise(layer: nn.Linear, name: str, region: Region) -> None:
         summed = region.leave(project(layer, x, weight, None))
         return summed if layer.bias is None else summed + layer.bias
 
-    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
+    layer.forward = _SpreadForward(forward, region.crossings)  # type: ignore[method-assign, assignment]
 
 
 def vocab(layer: nn.Embedding, mesh: DeviceMesh) -> None:
