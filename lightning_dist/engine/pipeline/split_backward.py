@@ -6,6 +6,10 @@ beside it. The second part goes on from there. Parameters whose ways begin at th
 *branch*, for which the gradients at those nodes suffice. Private functions of
 ``torch.distributed.pipelining`` lose gradients of parameters that only an output beside the chain
 depends on, and fail where a layer stands between two uses of a weight.
+
+Code that torch has compiled is one node, which computes the gradients of its weights with those of
+its inputs. So the first part keeps these gradients, and the second part only adds them. To run the
+node again would double its work.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -27,6 +31,8 @@ class _Branch:
 
     parameters: list[int]  # indices
     beginnings: dict[Node, None]  # as keys, in order
+    # Where the second part goes on instead, if the first part has run these nodes for the weights.
+    done: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
 
 
 class _BackwardGraph:
@@ -131,7 +137,8 @@ class SplitBackward:
     def given(self) -> list[Tensor]:
         """The gradients that the second part begins with; other code may hold their memory."""
         arrived = [g for at_node in self._arrived.values() for g in at_node if g is not None]
-        return [*self._gradients, *arrived, *(gradient for _, gradient in self._beside)]
+        found = [edge for branch in self._branches for edge in branch.done] + self._beside
+        return [*self._gradients, *arrived, *(gradient for _, gradient in found)]
 
     def run_inputs(self) -> list[Tensor | None]:
         """Runs the first part, down to the inputs.
@@ -143,8 +150,12 @@ class SplitBackward:
             return [None] * len(self._inputs)
         graph = _BackwardGraph(self._outputs, self._inputs)
         self._branches = graph.branches(self._parameters)
+        joints = [n for branch in self._branches for n in branch.beginnings if n in graph.chain]
+        results: dict[Node, Arrived] = {}
+        with _noted_results([node for node in joints if _is_compiled(node)], results):
+            found = self._run_chain(graph, joints)
+        self._end_compiled(graph, results)
         kept = {node for branch in self._branches for node in branch.beginnings}
-        found = self._run_chain(graph, [node for node in kept if node in graph.chain])
         for output in self._outputs:
             # Other code still holds the output, whose graph is not needed any more.
             if not graph.parents[_node_of(output)] and _node_of(output) not in kept:
@@ -163,6 +174,22 @@ class SplitBackward:
             self._run_branch(branch)
         self._branches, self._beside = [], []
         self._arrived.clear()
+
+    def _end_compiled(self, graph: _BackwardGraph, results: Mapping[Node, Arrived]) -> None:
+        """Lets branches that begin at compiled nodes only go on behind these nodes."""
+        for branch in self._branches:
+            if branch.beginnings.keys() <= results.keys():
+                branch.done = [
+                    (GradientEdge(behind, index), gradient)
+                    for node in branch.beginnings
+                    for (behind, index), gradient in zip(
+                        node.next_functions, results[node], strict=True
+                    )
+                    if behind is not None and gradient is not None and behind not in graph.chain
+                ]
+                for node in branch.beginnings:
+                    self._arrived.pop(node, None)
+                branch.beginnings = {}
 
     def _run_chain(self, graph: _BackwardGraph, joints: Sequence[Node]) -> list[Tensor | None]:
         outputs: list[Tensor] = []
@@ -190,6 +217,7 @@ class SplitBackward:
             for i, gradient in enumerate(gradients)
             if gradient is not None
         ]
+        roots += branch.done
         roots += [(e, gradient) for e, gradient in self._beside if e.node in branch.beginnings]
         if not roots:
             return
@@ -214,6 +242,26 @@ def _noted(nodes: Sequence[Node], arrived: dict[Node, Arrived]) -> Iterator[None
         arrived[node] = gradients
 
     handles = [node.register_prehook(partial(note, node)) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_compiled(node: Node) -> bool:
+    # torch has no public name for it.
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+@contextmanager
+def _noted_results(nodes: Sequence[Node], results: dict[Node, Arrived]) -> Iterator[None]:
+    """Records the gradients that nodes compute."""
+
+    def note(node: Node, computed: Arrived, _: Arrived) -> None:
+        results[node] = computed
+
+    handles = [node.register_hook(partial(note, node)) for node in nodes]
     try:
         yield
     finally:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from tests.helpers.networks.models import ConvLayer
@@ -221,3 +223,68 @@ def test_the_first_part_computes_no_gradients_of_weights() -> None:
     assert seen == []
     parted.run_weights()
     assert seen == ["weight"]
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_backward_of_compiled_layers_runs_once_for_both_parts(is_tied: bool) -> None:
+    runs: list[str] = []
+
+    def forward(graph: Any, _: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def backward(graph: Any, _: Any) -> Any:
+        def run(*given: Any) -> Any:
+            runs.append("backward")
+            return graph(*given)
+
+        return make_boxed_func(run)
+
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Dense() for _ in range(4)))
+    if is_tied:
+        net[3].linear.weight = net[2].linear.weight
+    x, gradient = torch.randn(2, 6, requires_grad=True), torch.randn(2, 6)
+    expected = torch.autograd.grad(net(x), [x, *net.parameters()], gradient)
+    for layer in net[1:]:
+        layer.compile(backend=aot_autograd(fw_compiler=forward, bw_compiler=backward))
+    for _ in range(2):
+        runs.clear()
+        net.zero_grad()
+        output = net(x)
+        node = weakref.ref(output.grad_fn)
+        parted = SplitBackward([output], [gradient], [x], dict(net.named_parameters()))
+        found = parted.run_inputs()
+        assert node() is None
+        assert all(p.grad is None for p in net.parameters())
+        parted.run_weights()
+        assert len(runs) == 3
+        actual = [*found, *(p.grad for p in net.parameters())]
+        torch.testing.assert_close(actual, list(expected))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_weight_of_a_compiled_layer_and_of_another_one() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Dense() for _ in range(3)))
+    net[2].linear.weight = net[0].linear.weight
+    x, gradient = torch.randn(2, 6, requires_grad=True), torch.randn(2, 6)
+    expected = torch.autograd.grad(net(x), [x, *net.parameters()], gradient)
+    net[0].compile(backend="aot_eager")
+    net[1].compile(backend="aot_eager")
+    parted = SplitBackward([net(x)], [gradient], [x], dict(net.named_parameters()))
+    found = parted.run_inputs()
+    parted.run_weights()
+    actual = [*found, *(p.grad for p in net.parameters())]
+    torch.testing.assert_close(actual, list(expected))
