@@ -357,8 +357,10 @@ class DDPStrategy(DataParallelStrategy):
     def update(
         self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
-        # Behind a run nothing is left to average with.
-        if self._local is None or not self._is_local:
+        if self._local is None:  # behind a run nothing is left to average with
+            return apply()
+        if not self._is_local:
+            self.replica.wrap()
             return apply()
         self._local.begin_step()
         with self.replica.keeping_gradients():

@@ -78,10 +78,17 @@ class WrappedReplica:
 
     @property
     def ddp(self) -> DistributedDataParallel:
-        """The module in its present wrapper. Collective: every rank must read it."""
+        """The module in its present wrapper."""
+        assert self._ddp is not None
+        return self._ddp
+
+    def wrap(self) -> None:
+        """Wraps the module for a step whose gradients are averaged, if it is not wrapped.
+
+        Collective: every rank must call it, outside of what changes parameters for a step.
+        """
         if self._ddp is None:
             self._ddp = self._exchange.wrap(self._module, self._group.group)
-        return self._ddp
 
     def _unwrap(self) -> None:
         ddp, self._ddp = self._ddp, None
@@ -89,7 +96,7 @@ class WrappedReplica:
             remove_gradient_hooks(ddp)
 
     def begin_batch(self, *, is_local: bool) -> None:
-        """Unwraps the module if other parameters are trainable now, or none is averaged any more.
+        """Wraps the module, anew if other parameters are trainable now, or unwraps it.
 
         Collective: every rank must call it.
 
@@ -104,6 +111,8 @@ class WrappedReplica:
             average_left_gradients(frozen, self._group, self._control_group)
         if frozen is not None or is_local:
             self._unwrap()
+        if not is_local and not (self._exchange.static_graph and self._is_automatic()):
+            self.wrap()
 
     def run(
         self, step: Callable[..., Any], *arguments: Any, is_local: bool, **keywords: Any
