@@ -50,7 +50,9 @@ class DDPStrategy(DataParallelStrategy):
     """Trains replicas of a model on shares of each batch.
 
     Args:
-        compression: Format of sent gradients: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"powersgd"``.
+        compression: Format of sent gradients: ``"none"``, ``"fp16"``, ``"bf16"``, ``"int8"``,
+            ``"topk"`` or ``"powersgd"``. The last three add what they lose to the next gradients.
+        topk_fraction: Part of each gradient's elements that ``"topk"`` sends, the largest ones.
         powersgd_rank: Columns of PowerSGD's factors; more are more exact and larger.
         powersgd_start_step: Steps with whole gradients before PowerSGD begins, and begins anew when
             other parameters are frozen or thawed.
@@ -99,6 +101,7 @@ class DDPStrategy(DataParallelStrategy):
     def __init__(
         self,
         compression: Compression = "none",
+        topk_fraction: float = 0.01,
         powersgd_rank: int = 2,
         powersgd_start_step: int = 1000,
         sync_every: int = 1,
@@ -138,13 +141,16 @@ class DDPStrategy(DataParallelStrategy):
             save_full=save_full,
             async_save=async_save,
         )
-        checks.check_arguments(compression, powersgd_rank, powersgd_start_step, bucket_megabytes)
+        checks.check_arguments(
+            compression, topk_fraction, powersgd_rank, powersgd_start_step, bucket_megabytes
+        )
         self._rounds = Rounds(sync_every, sync_warmup_steps, fragments, delay, alpha, wire)
         checks.check_local_sgd(self._rounds, outer, compression)
         if uneven_inputs:
             checks.check_uneven(sync_every, outer, static_graph, find_unused_parameters)
         self._exchange = GradientExchange(
             compression=compression,
+            topk_fraction=topk_fraction,
             powersgd_rank=powersgd_rank,
             powersgd_start_step=powersgd_start_step,
             overlap=overlap,

@@ -38,6 +38,8 @@ REFERENCES = {
     LIGHTNINGS_DDP: (RAW_DDP, LIGHTNINGS_DDP),
     "our DDPStrategy, none": (RAW_DDP, LIGHTNINGS_DDP),
     "our DDPStrategy, fp16": (RAW_DDP, LIGHTNINGS_DDP),
+    "our DDPStrategy, int8": (RAW_DDP, LIGHTNINGS_DDP),
+    "our DDPStrategy, topk": (RAW_DDP, LIGHTNINGS_DDP),
     "our DDPStrategy, powersgd": (RAW_DDP, LIGHTNINGS_DDP),
     "our DDPStrategy, sync_every=8": (RAW_DDP, LIGHTNINGS_DDP),
     RAW_FSDP: (RAW_FSDP, LIGHTNINGS_FSDP),

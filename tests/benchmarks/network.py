@@ -59,6 +59,8 @@ LEAST_BYTES: dict[str, Callable[[], float]] = {
     LIGHTNINGS_DDP: gradient_bytes,
     "our DDPStrategy, none": gradient_bytes,
     "our DDPStrategy, fp16": partial(gradient_bytes, 2),
+    "our DDPStrategy, int8": partial(gradient_bytes, 4),
+    "our DDPStrategy, topk": partial(gradient_bytes, 100),  # 1 %, whose places are as large
     "our DDPStrategy, powersgd": power_sgd_bytes,
     "our DDPStrategy, sync_every=8": partial(gradient_bytes, 8),
     "our FSDPStrategy": gradient_bytes,  # half for the shards gathered, half for the gradients

@@ -41,7 +41,10 @@ CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
     IDEAL: (c.ideal, ()),
     d.RAW_DDP: (d.torch_ddp, ()),
     d.LIGHTNINGS_DDP: (d.lightning_ddp, ()),
-    **{f"our DDPStrategy, {how}": (d.our_ddp, (how,)) for how in ("none", "fp16", "powersgd")},
+    **{
+        f"our DDPStrategy, {how}": (d.our_ddp, (how,))
+        for how in ("none", "fp16", "int8", "topk", "powersgd")
+    },
     "our DDPStrategy, sync_every=8": (d.our_ddp, ("none", 8)),
     d.RAW_FSDP: (d.torch_fsdp, (1,)),
     d.LIGHTNINGS_FSDP: (d.lightning_fsdp, (1,)),

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
+from lightning_dist.engine.data_parallel.error_feedback import Averaged, Int8, TopK
 
-Compression = Literal["none", "fp16", "bf16", "powersgd"]
+Compression = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"]
 
 
 class StepModule(nn.Module):
@@ -50,6 +52,8 @@ class GradientExchange:
         compression: ``"fp16"`` and ``"bf16"`` halve the bytes of float32 gradients and round each
             rank's share once before the sum. ``"powersgd"`` (Vogels et al., NeurIPS 2019) sends a
             low-rank factor of each matrix and adds what it has lost to the next step's gradient.
+            So do ``"int8"`` and ``"topk"``; see :mod:`.error_feedback`.
+        topk_fraction: Part of each gradient's elements that ``"topk"`` sends.
         powersgd_rank: Columns of PowerSGD's factors.
         powersgd_start_step: Steps with whole gradients before PowerSGD begins.
         overlap: Whether gradients are reduced while the backward runs.
@@ -59,6 +63,7 @@ class GradientExchange:
     """
 
     compression: Compression
+    topk_fraction: float
     powersgd_rank: int
     powersgd_start_step: int
     overlap: bool
@@ -95,16 +100,25 @@ class GradientExchange:
             hook = default_hooks.bf16_compress_hook
             ddp.register_comm_hook(group, lambda group, bucket: hook(group, bucket))
         else:
-            state = powerSGD_hook.PowerSGDState(
-                group,
-                matrix_approximation_rank=self.powersgd_rank,
-                start_powerSGD_iter=self.powersgd_start_step,
-            )
             # The hook's callbacks hold the group, and gloo's own thread may free the last callback.
             # If the group is destroyed on that thread, it waits for the thread itself.
             never_destroy([group])
-            # Not as it is, for DDP reads the annotations of a hook, and not as strings.
-            ddp.register_comm_hook(state, lambda state, bucket: _powersgd(state, bucket))
+            begin = self._many_rounds(group)
+            # DDP reads the annotations of a hook, and not as strings.
+            ddp.register_comm_hook(group, lambda group, bucket: _in_order(group, begin(bucket)))
+
+    def _many_rounds(self, group: dist.ProcessGroup) -> Callable[[dist.GradBucket], Averaged]:
+        """Returns the function that begins to average a bucket in several collectives."""
+        if self.compression == "topk":
+            return TopK(group, self.topk_fraction).average
+        if self.compression == "int8":
+            return Int8(group).average
+        state = powerSGD_hook.PowerSGDState(
+            group,
+            matrix_approximation_rank=self.powersgd_rank,
+            start_powerSGD_iter=self.powersgd_start_step,
+        )
+        return partial(powerSGD_hook.powerSGD_hook, state)
 
     def _megabytes(self, module: nn.Module) -> float:
         if self.overlap:
@@ -113,17 +127,14 @@ class GradientExchange:
         return sum(p.nbytes for p in module.parameters() if p.requires_grad) / 2**20 + 1
 
 
-def _powersgd(
-    state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket
-) -> torch.futures.Future[Tensor]:
-    """Averages a bucket in several collectives, each begun when the one before has ended.
+def _in_order(group: dist.ProcessGroup, averaged: Averaged) -> Averaged:
+    """Waits for a bucket's average where the next bucket's collectives may come between its own.
 
-    NCCL's futures call back at once, and all ranks in the same order. gloo's call back when the
-    tensors are there, so with several buckets under way each rank had an order of its own, and
-    one bucket's factors met another's. There a bucket waits for the one before.
+    NCCL's futures call back at once, so all ranks begin all collectives in the same order. gloo's
+    call back when the tensors are there, so with several buckets under way each rank had an order
+    of its own, and one bucket's message met another's.
     """
-    averaged = powerSGD_hook.powerSGD_hook(state, bucket)
-    if dist.get_backend(state.process_group) != dist.Backend.NCCL:
+    if dist.get_backend(group) != dist.Backend.NCCL:
         averaged.wait()
     return averaged
 

@@ -26,12 +26,22 @@ from lightning_dist.engine.tensors.dtensor import is_dtensor
 
 
 def check_arguments(
-    compression: str, powersgd_rank: int, powersgd_start_step: int, bucket_megabytes: float
+    compression: str,
+    topk_fraction: float,
+    powersgd_rank: int,
+    powersgd_start_step: int,
+    bucket_megabytes: float,
 ) -> None:
     """Checks the strategy's arguments, each by itself."""
     if compression not in get_args(Compression):
         raise ValueError(
             f"compression={compression!r} is unknown; use one of {get_args(Compression)}."
+        )
+    check_positive("topk_fraction", topk_fraction)
+    if topk_fraction > 1:
+        raise ValueError(
+            f"topk_fraction={topk_fraction} is more than all elements of a gradient. Pass a number"
+            " above 0 and up to 1."
         )
     check_count("powersgd_rank", powersgd_rank)
     # PowerSGD needs two steps with whole gradients, in which the buckets are formed.

@@ -94,6 +94,7 @@ def test_replicas_are_whole_on_each_rank() -> None:
 def exchange_of(compression: Compression, *, overlap: bool) -> GradientExchange:
     return GradientExchange(
         compression=compression,
+        topk_fraction=0.01,
         powersgd_rank=2,
         powersgd_start_step=0,
         overlap=overlap,
