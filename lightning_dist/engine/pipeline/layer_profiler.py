@@ -28,6 +28,7 @@ from lightning_dist.engine.schedules.timeline import Span, SpanKind
 from lightning_dist.engine.splitting.layers import Part
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.versions import version_bytes
+from lightning_dist.engine.tensors.compiler import PausedCompiler
 from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.observers import CallWatch
 from lightning_dist.engine.tensors.tree import flatten
@@ -43,11 +44,17 @@ class LayerProfiler:
         parts: Parts of the rank's layers.
         recorder: Recorder of the rank that runs the layers.
         half: How the layers compute in half precision; None if the layers do not.
+        compiler: Compiler of the stages, paused meanwhile: no hook runs inside of a stage's graph.
     """
 
     def __init__(
-        self, parts: Sequence[Part], recorder: Recorder, half: HalfWeights | None = None
+        self,
+        parts: Sequence[Part],
+        recorder: Recorder,
+        half: HalfWeights | None = None,
+        compiler: PausedCompiler | None = None,
     ) -> None:
+        self._compiler = compiler or PausedCompiler()
         self._parts = parts
         self._half = half
         self._recorder = recorder
@@ -63,6 +70,7 @@ class LayerProfiler:
     def start(self) -> None:
         """Begins to watch, and discards earlier measurements."""
         self.stop()
+        self._compiler.stays_paused = True
         for store in (self._begun, self._forwards, self._gradients, self._kept, self._sent):
             store.clear()
         for index, part in enumerate(self._parts):
@@ -72,6 +80,7 @@ class LayerProfiler:
 
     def stop(self) -> None:
         """Removes the hooks from the layers."""
+        self._compiler.stays_paused = False
         for watch in self._watches:
             watch.remove()
         self._watches.clear()

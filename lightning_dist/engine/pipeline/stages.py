@@ -140,7 +140,7 @@ class OwnStages(Mapping[int, Stage]):
         stages = stage_of_layers(self.shape.layers_per_stage)
         parts = self.found.parts()
         own = [part for part in parts if stages[part.layer_index] in self]
-        return LayerProfiler(own, recorder, self.options.half)
+        return LayerProfiler(own, recorder, self.options.half, self.found.compiler)
 
     @contextmanager
     def detached(self) -> Iterator[None]:

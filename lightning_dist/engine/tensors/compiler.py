@@ -29,15 +29,20 @@ _REASON = (
 
 
 class PausedCompiler:
-    """The compiler that is active around a pipelined module's call."""
+    """The compiler that is active around a pipelined module's call.
+
+    Attributes:
+        stays_paused: Whether :meth:`resume` compiles nothing, so that hooks on layers run.
+    """
 
     def __init__(self) -> None:
+        self.stays_paused = False
         self._active: Any = None
 
     @property
     def is_paused(self) -> bool:
         """Whether :meth:`resume` would compile."""
-        return bool(self._active)
+        return bool(self._active) and not self.stays_paused
 
     def pause(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function with the compiler paused in it, except in :meth:`resume`.

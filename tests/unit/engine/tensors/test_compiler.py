@@ -106,3 +106,17 @@ def test_a_compiled_backward_that_has_freed_its_graph_may_keep_it_the_next_time(
     with keep_saved_tensors():
         first = gradient(keeps=False)
         assert torch.equal(gradient(keeps=True), first)
+
+
+def test_while_it_stays_paused_hooks_on_layers_run() -> None:
+    net, graphs, seen = Net(), Graphs(), []
+    call = compiled("wrapped", net, graphs)
+    call(X)
+    net.compiler.stays_paused = True
+    handle = net[1].register_forward_hook(lambda *_: seen.append("called"))
+    call(X)
+    handle.remove()
+    net.compiler.stays_paused = False
+    call(X)
+    assert seen == ["called"]
+    assert graphs.sizes == [3]
