@@ -37,7 +37,7 @@ STYLES = {Verdict.HOLDS: "green", Verdict.FAILS: "red", Verdict.MISSES: "yellow"
 def main() -> None:
     options = parser().parse_args()
     reason = missing_gpu()
-    if options.device == "cuda" and reason is not None:
+    if options.device == "cuda" and reason is not None and not options.table:
         sys.exit(f"There is no GPU to test on: {reason}.\nTry the pieces with --device cpu.")
     setting = Setting(options.device, options.transport)
     folder = Folder(options.folder or ROOT / "runs" / "gpu" / options.device)

@@ -103,7 +103,9 @@ class Trained(c.PlainGPT):
                 self.model = torch.compile(self.model, backend=compile_for.compiler)
             self._loss_of = torch.compile(cross_entropy, backend=compile_for.compiler)
 
-    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        # Logs nothing, as the raw loop. Lightning reads a value for the progress bar in each step,
+        # and the device is idle until the host has caught up.
         inputs, targets = batch
         return self._loss_of(self(inputs), targets)
 
@@ -241,7 +243,8 @@ def half() -> dict[str, Any]:
 
 
 def casts() -> dict[str, Any]:
-    return {"callbacks": [MixedPrecision("bf16")]}
+    # The loss casts the logits itself, where that is compiled with it.
+    return {"callbacks": [MixedPrecision("bf16", keep_fp32=("norm",))]}
 
 
 def gpt(setting: Setting) -> Iterator[Row]:
