@@ -24,6 +24,7 @@ from lightning_dist.engine.parallelize.shard_config import (
     Offload,
     ReduceDtype,
     ShardConfig,
+    Sharded,
 )
 from lightning_dist.engine.sharding.wrap import WrapPolicy
 from lightning_dist.engine.splitting.config import PipelineConfig
@@ -39,6 +40,10 @@ class FSDPStrategy(ShardedStrategy):
     Args:
         wrap: Which modules become units: ``"auto"`` (the block that the model repeats),
             ``"manual"``, or a policy of :mod:`.sharding.wrap`.
+        shard: What a rank holds a part of: ``"parameters"``, gradients and optimizer state
+            (ZeRO-3), ``"gradients"`` and optimizer state (ZeRO-2), or ``"optimizer"`` state (ZeRO-1).
+            The last two gather the parameters once per step and keep them for its backward, and are
+            ``reshard_after_forward=False`` with ``sync_every_microstep=True`` and without.
         shard_size: Ranks that share one replica; fewer than all make several replicas (HSDP).
         reshard_after_forward: Whether to free gathered parameters between forward and backward, or
             the number of ranks to reshard them to. ``"auto"`` frees all but the root's.
@@ -74,12 +79,13 @@ class FSDPStrategy(ShardedStrategy):
             scripts: ``"warn"``, ``"error"`` or ``"off"``.
 
     Raises:
-        ValueError: An argument is unknown.
+        ValueError: An argument is unknown, or two arguments exclude each other.
     """
 
     def __init__(
         self,
         wrap: str | WrapPolicy = "auto",
+        shard: Sharded = "parameters",
         shard_size: int | Literal["auto"] = "auto",
         reshard_after_forward: bool | int | Literal["auto"] = "auto",
         offload: Offload = "none",
@@ -103,6 +109,9 @@ class FSDPStrategy(ShardedStrategy):
         check_environment: EnvironmentCheck = "warn",
     ) -> None:
         checks.check_compression(compression)
+        if checks.keeps_parameters(shard, reshard_after_forward, sync_every_microstep):
+            reshard_after_forward = False
+            sync_every_microstep = shard == "gradients"
         super().__init__(
             PipelineConfig(),
             ShardConfig(

@@ -197,6 +197,7 @@ CASES = {
     "DDP, 2 ranks, 2 batches per update": Case(DDPStrategy, accumulate=2),
     "FSDP, 2 ranks": Case(FSDPStrategy),
     "FSDP, 4 ranks": Case(FSDPStrategy, 4),
+    'FSDP, 4 ranks, shard="gradients"': Case(FSDPStrategy, 4, options={"shard": "gradients"}),
     "FSDP, 4 ranks, 2 blocks only": Case(FSDPStrategy, 4, depth=2),
     "HSDP, 2 x 2 ranks": Case(FSDPStrategy, 4, options={"shard_size": 2}),
     'FSDP, 2 ranks, offload="cpu" (nothing to gain on a CPU)': Case(

@@ -14,6 +14,7 @@ from lightning_dist.engine.sharding.wrap import WrapPolicy, parse_policy
 
 Offload = Literal["none", "cpu"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
+Sharded = Literal["parameters", "gradients", "optimizer"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
 
 

@@ -5,7 +5,7 @@ Each check raises ``ValueError`` with the reason, on all ranks alike, before any
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 import lightning.pytorch as pl
 from torch import nn
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
-from lightning_dist.engine.parallelize.shard_config import Offload, ShardConfig
+from lightning_dist.engine.parallelize.shard_config import Offload, ShardConfig, Sharded
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensors.dtensor import crashes_in_gathers, is_dtensor
 from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_hooks
@@ -27,6 +27,27 @@ def check_compression(compression: str) -> None:
             " are. To send less, train with precision='bf16-mixed' and reduce_dtype='bfloat16', or"
             " use DDPStrategy."
         )
+
+
+def keeps_parameters(
+    shard: str, reshard_after_forward: bool | int | str, sync_every_microstep: bool
+) -> bool:
+    """Returns whether gathered parameters are kept from the forward to the backward.
+
+    Raises:
+        ValueError: There is no such ``shard``, or another argument asks for something else.
+    """
+    if shard not in get_args(Sharded):
+        raise ValueError(f"shard={shard!r} is unknown; use one of {get_args(Sharded)}.")
+    if shard == "parameters":
+        return False
+    if reshard_after_forward != "auto" or sync_every_microstep:
+        raise ValueError(
+            f"shard={shard!r} sets reshard_after_forward and sync_every_microstep by itself, and"
+            f" these are {reshard_after_forward!r} and {sync_every_microstep}. Leave them out, or"
+            " leave shard out."
+        )
+    return True
 
 
 def check_reshard(reshard_after_forward: bool | int | str, shard_size: int) -> None:
