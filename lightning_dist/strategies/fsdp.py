@@ -41,7 +41,7 @@ class FSDPStrategy(ShardedStrategy):
         wrap: Which modules become units: ``"auto"`` (the block that the model repeats),
             ``"manual"``, or a policy of :mod:`.sharding.wrap`.
         shard: What a rank holds a part of: ``"parameters"``, gradients and optimizer state
-            (ZeRO-3), ``"gradients"`` and optimizer state (ZeRO-2), or ``"optimizer"`` state (ZeRO-1).
+            (ZeRO-3), ``"gradients"`` and optimizer state (ZeRO-2), or ``"optimizer"`` state alone.
             The last two gather the parameters once per step and keep them for its backward, and are
             ``reshard_after_forward=False`` with ``sync_every_microstep=True`` and without.
         shard_size: Ranks that share one replica; fewer than all make several replicas (HSDP).

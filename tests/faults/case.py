@@ -31,6 +31,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 # Only a time-out tells of these: no connection is closed.
 SILENT: tuple[Kind, ...] = ("stopped for good", "link cut for good", "host lost")
+# Two hosts do not meet again.
+PARTING: tuple[Kind, ...] = ("link cut for good", "host killed", "host lost")
 ALL = -1
 LAUNCHER = -2
 
