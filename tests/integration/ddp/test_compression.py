@@ -123,7 +123,7 @@ def fit_in_buckets() -> dict[str, Tensor]:
     module = make_module()
     options = {**POWERSGD, "bucket_megabytes": 1e-4}
     trainer = make_trainer(devices=2, strategy=DDPStrategy(compression="powersgd", **options))
-    trainer.fit(module, share_of(int(os.environ["RANK"]), 8 * NUM_SAMPLES), make_loader(8))
+    trainer.fit(module, share_of(int(os.environ["RANK"]), 4 * NUM_SAMPLES), make_loader(8))
     return state_of(module)
 
 
