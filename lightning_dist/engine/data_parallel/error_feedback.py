@@ -143,9 +143,8 @@ def _quantised(values: Tensor) -> Tensor:
     blocks = values.unflatten(-1, (-1, BLOCK))
     scales = (blocks.abs().amax(-1, keepdim=True) / _LARGEST).float()
     steps = scales.to(values.dtype)
-    # A block of zeros has the scale zero, and one with an infinity has nothing to round.
-    integers = (blocks / steps.where(steps > 0, 1.0)).nan_to_num(0.0, 0.0, 0.0).round()
-    integers = integers.clamp(-_LARGEST, _LARGEST).to(torch.int8)
+    # A block of zeros has the scale zero. Of one with an infinity any integers will do.
+    integers = (blocks / steps.where(steps > 0, 1.0)).round_().to(torch.int8)
     return torch.cat([_bytes_of(integers.flatten(-2)), _bytes_of(scales.flatten(-2))], -1)
 
 
@@ -155,7 +154,7 @@ def _restored(messages: Tensor, dtype: torch.dtype) -> Tensor:
     integers = messages[..., :length].contiguous().view(torch.int8)
     scales = messages[..., length:].contiguous().view(torch.float32)
     blocks: Tensor = integers.unflatten(-1, (-1, BLOCK)).to(dtype)
-    return (blocks * scales.unsqueeze(-1).to(dtype)).flatten(-2)
+    return blocks.mul_(scales.unsqueeze(-1).to(dtype)).flatten(-2)
 
 
 def _drop_not_finite(lost: Tensor) -> Tensor:
