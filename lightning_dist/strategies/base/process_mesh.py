@@ -170,9 +170,9 @@ class ProcessMesh(ParallelStrategy):
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(asked)
             asked = environment.world_size()
-        self._check_launched_world(asked)
         lightning_internals.set_rank_of_rank_zero_functions(self.global_rank)
         with brief_mistakes():
+            self._check_launched_world(asked)
             if self._backend is not None:
                 check_backend(self._backend, self.root_device.type)
             self._mesh = self.mesh_shape(asked)
