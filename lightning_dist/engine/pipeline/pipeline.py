@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -388,8 +388,7 @@ class Pipeline:
         backwards = Counter(a.stage_index for a in actions if a.kind in _COMPLETES_GRADIENTS)
         for number, count in backwards.items():
             self.stages[number].begin_round(count)
-        splits = any(action.kind is ActionKind.BACKWARD_WEIGHT for action in actions)
-        with keep_saved_tensors() if splits else nullcontext():
+        with keep_saved_tensors(any(a.kind is ActionKind.BACKWARD_WEIGHT for a in actions)):
             found = self._runtime.run(until_last_send, work)
             results = [found[index] for index in sorted(found)]
             if on_results is not None:

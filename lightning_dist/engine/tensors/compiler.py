@@ -14,7 +14,7 @@ this thread's compiler, and returns the one before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -77,13 +77,18 @@ class PausedCompiler:
             set_eval_frame(paused)
 
 
-def keep_saved_tensors() -> AbstractContextManager[None]:
+def keep_saved_tensors(splits_backwards: bool) -> AbstractContextManager[None]:
     """Returns a context manager in which a compiled backward is one that may keep its graph.
 
     Torch lets a compiled backward overwrite the saved tensors ("donated buffers"), and refuses it
     in a backward that keeps the graph, as a split one does. It compiles another one where the first
     backward keeps the graph, but not if an earlier run has left the compiled code in a cache.
+
+    Args:
+        splits_backwards: Whether a backward will keep its graph; else nothing is changed.
     """
+    if not splits_backwards:
+        return nullcontext()
     # What was compiled with another value of this setting is looked for under another key.
     kept: AbstractContextManager[None] = torch._functorch.config.patch(donated_buffer=False)
     return kept

@@ -103,7 +103,7 @@ def test_a_compiled_backward_that_has_freed_its_graph_may_keep_it_the_next_time(
         x = X.clone().requires_grad_()
         return torch.autograd.grad(call(x).sum(), x, retain_graph=keeps)[0]
 
-    with keep_saved_tensors():
+    with keep_saved_tensors(True):
         first = gradient(keeps=False)
         assert torch.equal(gradient(keeps=True), first)
 
