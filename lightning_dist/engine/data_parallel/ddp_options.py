@@ -103,22 +103,22 @@ class GradientExchange:
             # The hook's callbacks hold the group, and gloo's own thread may free the last callback.
             # If the group is destroyed on that thread, it waits for the thread itself.
             never_destroy([group])
-            begin = self._many_rounds(group)
+            average = self._average(group)
             # DDP reads the annotations of a hook, and not as strings.
-            ddp.register_comm_hook(group, lambda group, bucket: _in_order(group, begin(bucket)))
+            ddp.register_comm_hook(None, lambda _, bucket: average(bucket))
 
-    def _many_rounds(self, group: dist.ProcessGroup) -> Callable[[dist.GradBucket], Averaged]:
-        """Returns the function that begins to average a bucket in several collectives."""
-        if self.compression == "topk":
+    def _average(self, group: dist.ProcessGroup) -> Callable[[dist.GradBucket], Averaged]:
+        """Returns the function that begins to average a bucket, with what was lost before."""
+        if self.compression == "topk":  # in one collective
             return TopK(group, self.topk_fraction).average
         if self.compression == "int8":
-            return Int8(group).average
+            return partial(_in_order, group, Int8(group).average)
         state = powerSGD_hook.PowerSGDState(
             group,
             matrix_approximation_rank=self.powersgd_rank,
             start_powerSGD_iter=self.powersgd_start_step,
         )
-        return partial(powerSGD_hook.powerSGD_hook, state)
+        return partial(_in_order, group, partial(powerSGD_hook.powerSGD_hook, state))
 
     def _megabytes(self, module: nn.Module) -> float:
         if self.overlap:
@@ -127,13 +127,18 @@ class GradientExchange:
         return sum(p.nbytes for p in module.parameters() if p.requires_grad) / 2**20 + 1
 
 
-def _in_order(group: dist.ProcessGroup, averaged: Averaged) -> Averaged:
-    """Waits for a bucket's average where the next bucket's collectives may come between its own.
+def _in_order(
+    group: dist.ProcessGroup,
+    average: Callable[[dist.GradBucket], Averaged],
+    bucket: dist.GradBucket,
+) -> Averaged:
+    """Averages a bucket in several collectives, with none of the next bucket's between them.
 
     NCCL's futures call back at once, so all ranks begin all collectives in the same order. gloo's
     call back when the tensors are there, so with several buckets under way each rank had an order
-    of its own, and one bucket's message met another's.
+    of its own, and one bucket's message met another's. There a bucket waits for the one before.
     """
+    averaged = average(bucket)
     if dist.get_backend(group) != dist.Backend.NCCL:
         averaged.wait()
     return averaged

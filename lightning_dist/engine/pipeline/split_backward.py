@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(slots=True, eq=False)
@@ -234,49 +235,43 @@ class SplitBackward:
             torch.autograd.backward(self._outputs, self._gradients, inputs=self._parameters)
 
 
-@contextmanager
-def _noted(nodes: Sequence[Node], arrived: dict[Node, Arrived]) -> Iterator[None]:
-    """Records the gradients that arrive at nodes."""
-
-    def note(node: Node, gradients: Arrived) -> None:
-        arrived[node] = gradients
-
-    handles = [node.register_prehook(partial(note, node)) for node in nodes]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _is_compiled(node: Node) -> bool:
     # torch has no public name for it.
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
-@contextmanager
-def _noted_results(nodes: Sequence[Node], results: dict[Node, Arrived]) -> Iterator[None]:
+def _noted(nodes: Sequence[Node], arrived: dict[Node, Arrived]) -> AbstractContextManager[None]:
+    """Records the gradients that arrive at nodes."""
+
+    def note(node: Node, gradients: Arrived) -> None:
+        arrived[node] = gradients
+
+    return _hooked([node.register_prehook(partial(note, node)) for node in nodes])
+
+
+def _noted_results(
+    nodes: Sequence[Node], results: dict[Node, Arrived]
+) -> AbstractContextManager[None]:
     """Records the gradients that nodes compute."""
 
     def note(node: Node, computed: Arrived, _: Arrived) -> None:
         results[node] = computed
 
-    handles = [node.register_hook(partial(note, node)) for node in nodes]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return _hooked([node.register_hook(partial(note, node)) for node in nodes])
 
 
-@contextmanager
-def _replaced(arrived: Mapping[Node, Arrived]) -> Iterator[None]:
+def _replaced(arrived: Mapping[Node, Arrived]) -> AbstractContextManager[None]:
     """Replaces the gradients that arrive at nodes again with those of the first part."""
 
     def replace(gradients: Arrived, _: Arrived) -> Arrived:
         return gradients
 
-    handles = [node.register_prehook(partial(replace, g)) for node, g in arrived.items()]
+    return _hooked([node.register_prehook(partial(replace, g)) for node, g in arrived.items()])
+
+
+@contextmanager
+def _hooked(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+    """Removes hooks at its end."""
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import DDPStrategy, PipelineStrategy
 from lightning_dist.callbacks import StageBalancer, StepProfiler
+from tests.helpers.graphs import Graphs
 from tests.helpers.networks.models import Classifier, make_data, make_module, make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 
@@ -27,22 +28,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).tanh()
-
-
-class Graphs:
-    """Stands for a compiler."""
-
-    def __init__(self) -> None:
-        self.num_made = self.num_runs = 0
-
-    def __call__(self, graph: Any, _: Any) -> Any:
-        self.num_made += 1
-
-        def run(*args: Any) -> Any:
-            self.num_runs += 1
-            return graph(*args)
-
-        return run
 
 
 class Compiled(Classifier):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch._dynamo.utils import counters
 from lightning_dist import FSDPStrategy
 from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.wrap import AnyOf, ByClass
+from tests.helpers.graphs import Graphs
 from tests.helpers.networks.models import make_loader, make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 
@@ -41,24 +41,6 @@ class Block(nn.Module):
 
 class Stack(nn.Sequential):
     pass
-
-
-@dataclass
-class Graphs:
-    """Stands for a compiler."""
-
-    num_made: int = 0
-    num_runs: int = 0
-    breaks: list[str] = field(default_factory=list)
-
-    def __call__(self, graph: Any, _: Any) -> Any:
-        self.num_made += 1
-
-        def run(*args: Any) -> Any:
-            self.num_runs += 1
-            return graph(*args)
-
-        return run
 
 
 class Net(L.LightningModule):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensors.observers import CallWatch
+from tests.helpers.graphs import Graphs
 
 
 class Doubling(nn.Module):
@@ -16,20 +17,6 @@ class Doubling(nn.Module):
         if x.numel() == 0:
             raise RuntimeError("nothing to double")
         return x * 2
-
-
-class Graphs:
-    def __init__(self) -> None:
-        self.num_made = self.num_runs = 0
-
-    def __call__(self, graph: Any, _: Any) -> Any:
-        self.num_made += 1
-
-        def run(*args: Any) -> Any:
-            self.num_runs += 1
-            return graph(*args)
-
-        return run
 
 
 @pytest.mark.parametrize("how", ["eager", "in place", "wrapped"])
