@@ -8,9 +8,8 @@ static graphs together with accumulation; errors that name the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,23 +29,20 @@ from typing_extensions import override
 from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
-from lightning_dist.engine.data_parallel.local_sgd import LocalSGD, Rounds, Wire
-from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer, OuterSteps
+from lightning_dist.engine.data_parallel.local_config import LocalConfig, Wire
+from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
 from lightning_dist.strategies.base.process_mesh import StartMethod
-from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
-from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_replicas
+from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
 
-_MOMENTUM = "outer_momentum"  # a checkpoint's key
 
-
-class DDPStrategy(DataParallelStrategy):
+class DDPStrategy(LocalReplicas):
     """Trains replicas of a model on shares of each batch.
 
     Args:
@@ -128,7 +124,9 @@ class DDPStrategy(DataParallelStrategy):
         start_method: StartMethod = "popen",
         check_environment: EnvironmentCheck = "warn",
     ) -> None:
+        local = LocalConfig(sync_every, sync_warmup_steps, outer, fragments, delay, alpha, wire)
         super().__init__(
+            local,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -144,10 +142,9 @@ class DDPStrategy(DataParallelStrategy):
         checks.check_arguments(
             compression, topk_fraction, powersgd_rank, powersgd_start_step, bucket_megabytes
         )
-        self._rounds = Rounds(sync_every, sync_warmup_steps, fragments, delay, alpha, wire)
-        checks.check_local_sgd(self._rounds, outer, compression)
+        checks.check_local(local, compression)
         if uneven_inputs:
-            checks.check_uneven(sync_every, outer, static_graph, find_unused_parameters)
+            checks.check_uneven(local, static_graph, find_unused_parameters)
         self._exchange = GradientExchange(
             compression=compression,
             topk_fraction=topk_fraction,
@@ -158,12 +155,8 @@ class DDPStrategy(DataParallelStrategy):
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
         )
-        self._outer = outer
-        self._outer_steps: OuterSteps | None = None
-        self._loaded_momentum: dict[str, Tensor] = {}
         self._uneven_inputs = uneven_inputs
         self._uneven: UnevenInputs | None = None
-        self._local: LocalSGD | None = None
         self._replica: WrappedReplica | None = None
 
     @override
@@ -173,11 +166,7 @@ class DDPStrategy(DataParallelStrategy):
     @property
     def sync_every(self) -> int:
         """Optimizer steps from one average of the weights to the next; 1 averages gradients."""
-        return self._rounds.sync_every
-
-    @override
-    def view(self) -> RankView:
-        return replace(super().view(), local_steps=self.sync_every - 1)
+        return self._local_config.sync_every
 
     @override
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory:
@@ -214,8 +203,7 @@ class DDPStrategy(DataParallelStrategy):
     @override
     def print_summary(self) -> None:
         number = sum(parameter.numel() for parameter in self.module.parameters())
-        how = self._exchange, self._rounds, self._outer
-        rank_zero_info(describe_replicas(self.mesh, number, *how))
+        rank_zero_info(describe_replicas(self.mesh, number, self._exchange, self._local_config))
         self.explain_batch_statistics()
 
     @override
@@ -230,18 +218,11 @@ class DDPStrategy(DataParallelStrategy):
 
     @override
     def open_session(self, trainer: pl.Trainer) -> None:
-        if not self.is_fitting:
-            return
-        if self._uneven_inputs:
+        super().open_session(trainer)
+        if self._uneven_inputs and self.is_fitting:
             checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
             timeout = timedelta(seconds=self.timeout_seconds)
             self._uneven = UnevenInputs(self.module, self.data_group, timeout)
-        replicas = self.device_group(*DATA_AXES)
-        if self._outer is not None:
-            self._outer_steps = OuterSteps(self._outer)
-            self._outer_steps.load_momentum(self.module, self._loaded_momentum)
-            self._loaded_momentum = {}
-        self._local = LocalSGD(self.module, replicas, self._rounds, self._outer_steps)
 
     @override
     def drain(self) -> None:
@@ -253,7 +234,7 @@ class DDPStrategy(DataParallelStrategy):
             return
         self.check_peers()
         if self.is_running:
-            self._local.average()
+            self.average_weights()
             self.share_buffers()
 
     @override
@@ -276,21 +257,7 @@ class DDPStrategy(DataParallelStrategy):
             self._uneven.close(failed=not self.is_running)
         if self._replica is not None:
             self._replica.close(failed=not self.is_running)
-        # A script may save a checkpoint behind the run: the outer momentum stays for it.
-        self._uneven = self._replica = self._local = None
-
-    # --- checkpoints -------------------------------------------------------------------------
-
-    @override
-    def extra_state(self) -> dict[str, Any]:
-        if self._outer_steps is None:
-            return {}
-        return {_MOMENTUM: self._outer_steps.momentum_by_name(self.module)}
-
-    @override
-    def load_extra_state(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.is_fitting:
-            self._loaded_momentum = checkpoint.get(_MOMENTUM, {})
+        self._uneven = self._replica = None
 
     # --- collectives in steps ----------------------------------------------------------------
 
@@ -322,17 +289,11 @@ class DDPStrategy(DataParallelStrategy):
         assert self._replica is not None
         return self._replica
 
-    @property
-    def _is_local(self) -> bool:
-        """Whether the next optimizer step is this replica's own."""
-        assert self._local is not None
-        return self._local.is_local(self.module.trainer.global_step)
-
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         # Behind the hooks that freeze and unfreeze, ahead of all contexts of the step.
-        self.replica.begin_batch(is_local=self._is_local)
+        self.replica.begin_batch(is_local=self.is_local)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -343,19 +304,19 @@ class DDPStrategy(DataParallelStrategy):
                 return self._uneven.run(self.replica.ddp, step, *args, **kwargs)
             if self._replica is None:  # behind a run
                 return step(*args, **kwargs)
-            return self._replica.run(step, *args, is_local=self._is_local, **kwargs)
+            return self._replica.run(step, *args, is_local=self.is_local, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._uneven is not None:
             self._uneven.begin_backward(closure_loss)
         if self._replica is not None:
-            self._replica.begin_backward(closure_loss, is_local=self._is_local)
+            self._replica.begin_backward(closure_loss, is_local=self.is_local)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._replica is not None:
-            self._replica.end_backward(is_local=self._is_local)
+            self._replica.end_backward(is_local=self.is_local)
         if self._uneven is not None:
             self._uneven.end_backward()
 
@@ -365,14 +326,11 @@ class DDPStrategy(DataParallelStrategy):
     ) -> Any:
         if self._local is None:  # behind a run nothing is left to average with
             return apply()
-        if not self._is_local:
+        if not self.is_local:
             self.replica.wrap()
             return apply()
-        self._local.begin_step()
-        with self.replica.keeping_gradients():
-            result = apply()
-        self._local.count_step()
-        return result
+        with self.local_step(), self.replica.keeping_gradients():
+            return apply()
 
     @override
     @contextmanager

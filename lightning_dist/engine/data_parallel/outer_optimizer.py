@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.tensors.dtensor import shard_like
+
 
 @dataclass(frozen=True, slots=True)
 class OuterOptimizer:
@@ -104,7 +106,9 @@ class OuterSteps:
     def load_momentum(self, module: nn.Module, momentum: Mapping[str, Tensor]) -> None:
         """Takes the momentum of a module's parameters from a checkpoint."""
         self._momentum = {
-            parameter: momentum[name].to(parameter, copy=True)
+            parameter: shard_like(momentum[name].to(parameter.dtype), parameter).to(
+                parameter.device, copy=True
+            )
             for name, parameter in module.named_parameters()
             if name in momentum
         }

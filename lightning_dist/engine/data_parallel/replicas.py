@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_group import DeviceGroup
+from lightning_dist.engine.tensors.dtensor import from_shard, local_part
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -57,8 +58,8 @@ class PendingAverage:
     """The average of tensors over the replicas, under way. Collective: every rank must begin it.
 
     Args:
-        tensors: Tensors of the same shapes on each rank of the group, sent in buckets. They may
-            change while it is under way.
+        tensors: Tensors of the same shapes on each rank of the group, sent in buckets; of a DTensor
+            this rank's shard. They may change while it is under way.
         group: Group of the replicas.
         wire: What is sent; None sends the tensors' own dtype.
     """
@@ -68,8 +69,9 @@ class PendingAverage:
         self, tensors: Sequence[Tensor], group: DeviceGroup, wire: torch.dtype | None = None
     ) -> None:
         self._size = group.size
+        self._tensors = tensors
         self._buckets: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
-        for bucket in _buckets(tensors):
+        for bucket in _buckets([local_part(tensor) for tensor in tensors]):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(group.device, wire)
             work = dist.all_reduce(flat, group=group.group, async_op=True)
             assert work is not None
@@ -83,7 +85,7 @@ class PendingAverage:
             work.wait()
             pieces = (flat / self._size).split([tensor.numel() for tensor in bucket])
             means += [p.view_as(t).to(t) for t, p in zip(bucket, pieces, strict=True)]
-        return means
+        return [from_shard(m, t) for m, t in zip(means, self._tensors, strict=True)]
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

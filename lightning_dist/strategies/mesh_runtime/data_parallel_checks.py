@@ -19,9 +19,8 @@ from torchmetrics import Metric
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.data_parallel.ddp_options import Compression
-from lightning_dist.engine.data_parallel.local_sgd import Rounds
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
-from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 
 
@@ -49,20 +48,13 @@ def check_arguments(
     check_positive("bucket_megabytes", bucket_megabytes)
 
 
-def check_local_sgd(rounds: Rounds, outer: OuterOptimizer | None, compression: str) -> None:
-    """Checks what the arguments of local SGD are together."""
-    if rounds.streams and outer is None:
-        raise ValueError(
-            f"fragments={rounds.fragments}, delay={rounds.delay}, alpha={rounds.alpha} and"
-            f" wire={rounds.wire!r} go with outer=OuterOptimizer(). For the mean of the weights,"
-            " that is OuterOptimizer(lr=1.0, momentum=0.0, nesterov=False)."
-        )
-    averages_weights = rounds.sync_every > 1 or outer is not None
-    if averages_weights and rounds.warmup_steps == 0 and compression != "none":
+def check_local(local: LocalConfig, compression: str) -> None:
+    """Checks that there are gradients to compress."""
+    if local.averages_weights and local.sync_warmup_steps == 0 and compression != "none":
         raise ValueError(
             f"compression={compression!r} has nothing to compress with"
-            f" sync_every={rounds.sync_every}, outer={outer} and sync_warmup_steps=0: no gradients"
-            " travel. Leave one of them out."
+            f" sync_every={local.sync_every}, outer={local.outer} and sync_warmup_steps=0: no"
+            " gradients travel. Leave one of them out."
         )
 
 
@@ -77,18 +69,13 @@ def check_compressible(module: nn.Module, compression: str) -> None:
         )
 
 
-def check_uneven(
-    sync_every: int,
-    outer: OuterOptimizer | None,
-    static_graph: bool,
-    find_unused_parameters: bool,
-) -> None:
+def check_uneven(local: LocalConfig, static_graph: bool, find_unused_parameters: bool) -> None:
     """Checks that the arguments go with ranks that have different numbers of batches."""
-    if sync_every > 1 or outer is not None:
+    if local.averages_weights:
         raise ValueError(
-            f"uneven_inputs=True does not go with sync_every={sync_every} and outer={outer}: a"
-            " replica without data would go on alone, driven by its momentum. Leave one of them"
-            " out."
+            f"uneven_inputs=True does not go with sync_every={local.sync_every} and"
+            f" outer={local.outer}: a replica without data would go on alone, driven by its"
+            " momentum. Leave one of them out."
         )
     if static_graph or find_unused_parameters:
         raise ValueError(

@@ -15,8 +15,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.common.table import format_count
 from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
-from lightning_dist.engine.data_parallel.local_sgd import Rounds
-from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
 
@@ -86,8 +85,7 @@ def describe_replicas(
     mesh: MeshShape,
     num_parameters: int,
     exchange: GradientExchange,
-    rounds: Rounds,
-    outer: OuterOptimizer | None,
+    local: LocalConfig,
 ) -> str:
     """Describes in one line how replicas train together.
 
@@ -95,8 +93,7 @@ def describe_replicas(
         mesh: All ranks.
         num_parameters: Number of parameters of the model.
         exchange: How gradients are averaged.
-        rounds: When weights are averaged.
-        outer: Steps from one average of the weights to the next.
+        local: When weights are averaged.
     """
     if mesh.world_size == 1:
         return _ALONE
@@ -105,18 +102,30 @@ def describe_replicas(
         when = f"in buckets of {exchange.bucket_megabytes:g} MB during the backward"
     form = "" if exchange.compression == "none" else f" as {exchange.compression}"
     said = f"gradients averaged{form} {when}"
-    if rounds.sync_every > 1 or outer is not None:
-        before = f" behind {rounds.warmup_steps} updates with {said}" if rounds.warmup_steps else ""
-        each = "update" if rounds.sync_every == 1 else f"{rounds.sync_every} updates"
-        said = f"weights averaged every {each}{before}"
-        if outer is not None:
-            said += f", with outer steps of rate {outer.lr:g} and momentum {outer.momentum:g}"
-        if rounds.fragments > 1:
-            said += f", in {rounds.fragments} fragments"
+    if local.averages_weights:
+        said = describe_rounds(local, said)
     return (
         f"DDP: {mesh.world_size} replicas of {format_count(num_parameters)} parameters; {said};"
         f" {_batches(mesh.data_size)}."
     )
+
+
+def describe_rounds(local: LocalConfig, before: str) -> str:
+    """Describes how replicas average their weights.
+
+    Args:
+        local: When weights are averaged.
+        before: How gradients are averaged in the warm-up.
+    """
+    steps, outer = local.sync_warmup_steps, local.outer
+    warmup = f" behind {steps} updates with {before}" if steps else ""
+    each = "update" if local.sync_every == 1 else f"{local.sync_every} updates"
+    said = f"weights averaged every {each}{warmup}"
+    if outer is not None:
+        said += f", with outer steps of rate {outer.lr:g} and momentum {outer.momentum:g}"
+    if local.fragments > 1:
+        said += f", in {local.fragments} fragments"
+    return said
 
 
 def explain_own_statistics(names: Sequence[str]) -> str:

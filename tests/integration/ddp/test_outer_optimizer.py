@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dist import DDPStrategy, OuterOptimizer
-from lightning_dist.engine.data_parallel.local_sgd import Rounds
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.planning.partition import partition_layers
 from tests.helpers.networks.models import (
     Classifier,
@@ -91,10 +91,12 @@ class StreamingOracle:
         weights: The outer weights.
     """
 
-    def __init__(self, rounds: Rounds, outer: OuterOptimizer) -> None:
+    def __init__(self, rounds: LocalConfig) -> None:
         self.rounds = rounds
         self.weights = make_module()
         parameters = list(self.weights.parameters())
+        outer = rounds.outer
+        assert outer is not None
         options: dict[str, Any] = {"momentum": outer.momentum, "nesterov": outer.nesterov}
         self.optimizer = torch.optim.SGD(parameters, lr=outer.lr, **options)
         counts = partition_layers([p.numel() for p in parameters], rounds.fragments)
@@ -171,7 +173,7 @@ STREAMING: list[dict[str, Any]] = [
 def test_streaming_equals_its_oracle(
     workers: WorkerPool, streaming: dict[str, Any], sync_every: int
 ) -> None:
-    expected = StreamingOracle(Rounds(sync_every, **streaming), DILOCO).train()
+    expected = StreamingOracle(LocalConfig(sync_every, outer=DILOCO, **streaming)).train()
     found = workers.run(
         2, fit, sync_every, DILOCO, 0, Classifier, 1, None, None, streaming, timeout=60.0
     )
@@ -181,8 +183,10 @@ def test_streaming_equals_its_oracle(
 
 def test_the_oracles_differ() -> None:
     plain = recursion(4, DILOCO, 0)
-    assert difference(StreamingOracle(Rounds(4), DILOCO).train(), plain) < 1e-12
-    found = [StreamingOracle(Rounds(4, **options), DILOCO).train() for options in STREAMING]
+    assert difference(StreamingOracle(LocalConfig(4, outer=DILOCO)).train(), plain) < 1e-12
+    found = [
+        StreamingOracle(LocalConfig(4, outer=DILOCO, **options)).train() for options in STREAMING
+    ]
     for one, other in itertools.combinations([plain, *found], 2):
         assert difference(one, other) > 1e-6
 

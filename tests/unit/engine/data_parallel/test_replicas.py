@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_group import DeviceGroup
-from lightning_dist.engine.data_parallel.local_sgd import LocalSGD, Rounds
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
+from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
 from lightning_dist.engine.data_parallel.replicas import average, broadcast_state
 
 META = torch.device("meta")
@@ -20,7 +21,7 @@ REPLICAS = DeviceGroup(dist.ProcessGroup(0, 2), META)
 
 def test_gradients_and_weights_are_averaged_on_the_device(sent: list[Tensor]) -> None:
     average([torch.zeros(2, device=META), torch.zeros(3, 2, device=META)], REPLICAS)
-    local = LocalSGD(nn.Linear(2, 2, device=META), REPLICAS, Rounds())
+    local = LocalSGD(nn.Linear(2, 2, device=META), REPLICAS, LocalConfig())
     local.count_step()
     assert [(tensor.device, tensor.numel()) for tensor in sent] == [(META, 8), (META, 6)]
 

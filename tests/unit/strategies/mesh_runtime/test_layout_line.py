@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
-from lightning_dist.engine.data_parallel.local_sgd import Rounds
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.sharding.wrap_summary import describe
@@ -128,13 +128,13 @@ def exchange_of(compression: Compression, *, overlap: bool) -> GradientExchange:
 def test_one_line_says_how_replicas_train(
     exchange: GradientExchange, every: int, said: str
 ) -> None:
-    line = describe_replicas(MeshShape(dp_replicate=2), 8673, exchange, Rounds(every, 10), None)
+    line = describe_replicas(MeshShape(dp_replicate=2), 8673, exchange, LocalConfig(every, 10))
     assert line == f"DDP: 2 replicas of 8.67 K parameters; {said}; 2 batches a step."
 
 
 def test_a_replica_alone_has_none_to_average_with() -> None:
     exchange = exchange_of("none", overlap=True)
-    line = describe_replicas(MeshShape(), 8673, exchange, Rounds(), None)
+    line = describe_replicas(MeshShape(), 8673, exchange, LocalConfig())
     assert line == "One rank holds the whole model."
 
 

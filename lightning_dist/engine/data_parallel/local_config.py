@@ -1,0 +1,77 @@
+"""When replicas that step by themselves average their weights, and what becomes of the mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
+
+Wire = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalConfig:
+    """Local SGD, DiLoCo and Streaming DiLoCo, as arguments.
+
+    Attributes:
+        sync_every: Optimizer steps from one average of a weight to the next. 1 without an outer
+            optimizer averages the gradients of each step instead.
+        sync_warmup_steps: Optimizer steps with averaged gradients at the start.
+        outer: Steps from the weights of one average to those of the next, as DiLoCo does. None
+            takes the average itself.
+        fragments: Parts of the model, of about as many elements each, whose rounds end in turns;
+            with ``outer``, as the next three.
+        delay: Local steps that are done while an average is under way.
+        alpha: The part of a replica's own weights that stays when an average has come.
+        wire: What is sent: weights as they are, or outer gradients in ``"bf16"``.
+
+    Raises:
+        ValueError: A value is out of range, or needs an outer optimizer.
+    """
+
+    sync_every: int = 1
+    sync_warmup_steps: int = 0
+    outer: OuterOptimizer | None = None
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
+    wire: Wire = "fp32"
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        check_count("sync_every", self.sync_every)
+        check_count("sync_warmup_steps", self.sync_warmup_steps, at_least=0)
+        check_count("fragments", self.fragments)
+        check_count("delay", self.delay, at_least=0)
+        if self.delay >= self.sync_every and self.delay > 0:
+            raise ValueError(
+                f"delay={self.delay} must be below sync_every={self.sync_every}: an average must"
+                " have come before the next one of the same weights begins."
+            )
+        if self.fragments > self.sync_every:
+            raise ValueError(
+                f"fragments={self.fragments} must not be above sync_every={self.sync_every}: one"
+                " fragment is sent in a step."
+            )
+        if not 0.0 <= self.alpha < 1.0:
+            raise ValueError(f"alpha={self.alpha} must be from 0 to below 1.")
+        if self.wire not in ("fp32", "bf16"):
+            raise ValueError(f"wire={self.wire!r} is unknown; use 'fp32' or 'bf16'.")
+        if self.streams and self.outer is None:
+            raise ValueError(
+                f"fragments={self.fragments}, delay={self.delay}, alpha={self.alpha} and"
+                f" wire={self.wire!r} go with outer=OuterOptimizer(). For the mean of the weights,"
+                " that is OuterOptimizer(lr=1.0, momentum=0.0, nesterov=False)."
+            )
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether replicas step by themselves, behind the warm-up."""
+        return self.sync_every > 1 or self.outer is not None
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything differs from an average of all weights at once."""
+        return (self.fragments, self.delay, self.alpha, self.wire) != (1, 0, 0.0, "fp32")

@@ -1,0 +1,91 @@
+"""Base of the strategies whose replicas can step by themselves, and average their weights.
+
+Inside of a replica may be shards, stages and tensor-parallel ranks: each rank averages what it
+holds with the same ranks of the other replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
+from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
+from lightning_dist.engine.data_parallel.outer_optimizer import OuterSteps
+from lightning_dist.strategies.base.rank_view import RankView
+from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
+
+_MOMENTUM = "outer_momentum"  # a checkpoint's key
+
+
+class LocalReplicas(DataParallelStrategy):
+    """Base class; see the module's docstring.
+
+    Args:
+        local: When replicas average their weights, and how.
+        arguments: Arguments of :class:`.DistributedStrategy`.
+    """
+
+    def __init__(self, local: LocalConfig, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._local_config = local
+        self._local: LocalSGD | None = None
+        self._outer_steps: OuterSteps | None = None
+        self._loaded_momentum: dict[str, Tensor] = {}
+
+    @override
+    def view(self) -> RankView:
+        return replace(super().view(), local_steps=self._local_config.sync_every - 1)
+
+    @override
+    def open_session(self, trainer: pl.Trainer) -> None:
+        if not self.is_fitting:
+            return
+        self._local = LocalSGD(self.module, self.device_group("dp_replicate"), self._local_config)
+        self._outer_steps = self._local.outer
+        if self._outer_steps is not None:
+            self._outer_steps.load_momentum(self.module, self._loaded_momentum)
+            self._loaded_momentum = {}
+
+    @override
+    def close_session(self) -> None:
+        super().close_session()
+        # A script may save a checkpoint behind the run: the outer momentum stays for it.
+        self._local = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the next optimizer step is this replica's own."""
+        return self._local is not None and self._local.is_local(self.module.trainer.global_step)
+
+    @contextmanager
+    def local_step(self) -> Iterator[None]:
+        """Wraps an optimizer step of this replica's own, and averages the weights that are due."""
+        assert self._local is not None
+        self._local.begin_step()
+        yield
+        self._local.count_step()
+
+    def average_weights(self) -> None:
+        """Ends all rounds. Collective: every rank must call it."""
+        if self._local is not None:
+            self._local.average()
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    @override
+    def extra_state(self) -> dict[str, Any]:
+        if self._outer_steps is None:
+            return {}
+        return {_MOMENTUM: self._outer_steps.momentum_by_name(self.module)}
+
+    @override
+    def load_extra_state(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.is_fitting:
+            self._loaded_momentum = checkpoint.get(_MOMENTUM, {})
