@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-start bench-memory bench-profiler bench-network bench-scaling faults fuzz gpu clean
+.PHONY: help install demo recipes notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-start bench-memory bench-profiler bench-network bench-scaling faults fuzz gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,6 +26,9 @@ install: $(STAMP)  ## Make .venv with everything
 
 demo: install  ## Train a byte-level GPT on two pipeline stages with stashed weights
 	$(BIN)/python -m recipes.train fit --config recipes/configs/gpt_pipedream.yaml
+
+recipes: install  ## Run each recipe whole and compare its result with the documented one; RECIPES= names some
+	$(BIN)/python -m recipes check $(RECIPES)
 
 notebooks: install  ## Run the lessons and store their outputs
 	$(BIN)/python -m tests.helpers.notebooks

@@ -7,6 +7,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 import lightning_dist  # noqa: F401  (registers the strategies' names)
+from recipes.catalog import Recipe
 
 
 class RecipeCLI(LightningCLI):
@@ -27,6 +28,12 @@ class RecipeCLI(LightningCLI):
                 "model": {"class_path": "recipes.gpt.GPT"},
                 "data": {"class_path": "recipes.text.TextDataModule"},
             }
+        )
+        parser.add_argument(
+            "--recipe",
+            type=Recipe | None,
+            default=None,
+            help="What a configuration says of itself, for `python -m recipes list`.",
         )
         parser.add_argument(
             "--test_after_fit",
