@@ -4,7 +4,8 @@ Not a test. Runs that follow each other by a minute differ by ten per cent on a 
 which hides what the strategies cost. Here a fit and a raw loop on a model of its own take turns of
 a few batches in the same processes, and each of the fit's turns is compared with the two of the raw
 loop around it. A turn ends with all of its batches, so an asynchronous pipeline fills and drains in
-each: its turns are of many batches, and its raw loop is two processes that never speak.
+each: its turns are of many batches, and its raw loop is two processes that never speak. The pairs
+of the "engine" have no Trainer: both sides are plain loops.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import argparse
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -44,7 +45,9 @@ from tests.benchmarks import data_parallel as d
 from tests.benchmarks import peers as p
 from tests.benchmarks import tensor_parallel as t
 from tests.benchmarks import two_axes as a
+from tests.benchmarks.plain import PlainPipeline
 from tests.benchmarks.quiet import quieten
+from tests.benchmarks.turns import Clocks, TurnTimes
 from tests.helpers.processes.workers import WorkerPool
 
 TURN = 4
@@ -81,6 +84,53 @@ class Pair:
         """Those that are not counted."""
         return math.ceil(WARMUP_BATCHES / self.turn)
 
+    def take_turns(self, rank: int, num_turns: int) -> TurnTimes:
+        """Runs the fit and the raw loop on this rank."""
+        count = self.turn * (num_turns + self.warmup_turns) + 1
+        data = c.batches(count + self.turn, self.size)
+        batches = iter(DataLoader(data, batch_size=self.size))
+        turns = Turns(self, lambda: self.loop(rank), batches)
+        how = self.size, self.module_class, self.accumulate, self.devices
+        c.fit(self.strategy(), count, turns, *how)
+        return turns.times
+
+
+@dataclass(frozen=True)
+class PlainPair:
+    """The engine's pipeline in a plain loop, and what it is to be as fast as.
+
+    Attributes:
+        schedule: Name of its schedule.
+        num_microbatches: Those of a batch.
+        loop: Makes the raw loop of a rank.
+        turn: Batches of a turn.
+        devices: Processes.
+    """
+
+    schedule: str
+    num_microbatches: int
+    loop: Callable[[int], c.RunBatch]
+    turn: int = TURN
+    devices: int = 2
+
+    def take_turns(self, rank: int, num_turns: int) -> TurnTimes:
+        """Runs both loops on this rank."""
+        dist.init_process_group("gloo")
+        own, loop = PlainPipeline(rank, self.schedule, self.num_microbatches), self.loop(rank)
+        times = TurnTimes(self.turn, math.ceil(WARMUP_BATCHES / self.turn))
+        data = c.batches(self.turn * (num_turns + times.warmup_turns))
+        batches = iter(DataLoader(data, batch_size=c.BATCH))
+        while turn := list(islice(batches, self.turn)):
+            with times.measuring(times.own):
+                for x, y in turn:
+                    own.run(x, y)
+                own.drain()
+            with times.measuring(times.raw):
+                for x, y in turn:
+                    loop(x, y)
+        own.close()
+        return times
+
 
 def _pipeline(schedule: str, loop: Callable[[int], c.RunBatch]) -> Pair:
     return Pair(lambda: c.our_pipeline(schedule, 4), loop)
@@ -99,7 +149,17 @@ def _listed(schedule: str) -> Pair:
     return _pipeline(schedule, lambda rank: c.listed_loop(rank, schedule, 4))
 
 
-PAIRS: dict[str, Pair] = {
+def _plain(
+    schedule: str, loop: Callable[[int], c.RunBatch], num_microbatches: int = 4, turn: int = TURN
+) -> PlainPair:
+    return PlainPair(schedule, num_microbatches, loop, turn)
+
+
+def _listed_plain(schedule: str) -> PlainPair:
+    return _plain(schedule, lambda rank: c.listed_loop(rank, schedule, 4))
+
+
+PAIRS: dict[str, Pair | PlainPair] = {
     "gpipe, m=4": _pipeline("gpipe", lambda rank: c.pipelining_loop(rank, ScheduleGPipe, 4)),
     "1f1b, m=4": _pipeline("1f1b", lambda rank: c.pipelining_loop(rank, Schedule1F1B, 4)),
     **{f"{schedule}, m=4": _listed(schedule) for schedule in c.LISTED},
@@ -116,6 +176,13 @@ PAIRS: dict[str, Pair] = {
     "pipedream_2bw, m=2, beside the ideal": _asynchronous("pipedream_2bw", 2),
     "pipedream_2bw, m=2, predicting, beside the ideal": _asynchronous(
         "pipedream_2bw", 2, staleness_correction="predict"
+    ),
+    "engine: gpipe, m=4": _plain("gpipe", lambda rank: c.pipelining_loop(rank, ScheduleGPipe, 4)),
+    "engine: 1f1b, m=4": _plain("1f1b", lambda rank: c.pipelining_loop(rank, Schedule1F1B, 4)),
+    **{f"engine: {schedule}, m=4": _listed_plain(schedule) for schedule in c.LISTED},
+    "engine: pipedream beside the ideal": _plain("pipedream", c.ideal_loop, 1, LONG_TURN),
+    "engine: pipedream_2bw, m=2, beside the ideal": _plain(
+        "pipedream_2bw", c.ideal_loop, 2, LONG_TURN
     ),
     "DDPStrategy": Pair(DDPStrategy, lambda _: d.ddp_loop(), d.SHARE),
     d.LIGHTNINGS_DDP: Pair(LightningDDPStrategy, lambda _: d.ddp_loop(), d.SHARE),
@@ -151,21 +218,6 @@ PAIRS: dict[str, Pair] = {
 }
 
 
-@dataclass(frozen=True)
-class _Clocks:
-    """Seconds on the wall, and seconds in which threads of this process computed."""
-
-    wall: float
-    cpu: float
-
-    @classmethod
-    def now(cls) -> _Clocks:
-        return cls(time.perf_counter(), time.process_time())
-
-    def __sub__(self, earlier: _Clocks) -> _Clocks:
-        return _Clocks(self.wall - earlier.wall, self.cpu - earlier.cpu)
-
-
 class Turns(L.Callback):
     """Lets a raw loop run between a fit's batches.
 
@@ -188,9 +240,8 @@ class Turns(L.Callback):
         self._make_loop = make_loop
         self._batches = batches
         self._loop: c.RunBatch | None = None
-        self._began = _Clocks(0.0, 0.0)
-        self._fit: list[_Clocks] = []
-        self._raw: list[_Clocks] = []
+        self._began = Clocks.now()
+        self.times = TurnTimes(pair.turn, pair.warmup_turns)
 
     @override
     def on_train_batch_start(
@@ -200,18 +251,18 @@ class Turns(L.Callback):
             if isinstance(trainer.strategy, PipelineStrategy):
                 trainer.strategy.drain()
             self._meet()
-            self._fit.append(_Clocks.now() - self._began)
+            self.times.own.append(Clocks.now() - self._began)
             self._take_turn()
-            self._began = _Clocks.now()
+            self._began = Clocks.now()
 
     def _take_turn(self) -> None:
         loop = self._loop = self._loop or self._make_loop()
-        began = _Clocks.now()
+        began = Clocks.now()
         with torch.enable_grad():
             for _ in range(self._pair.turn):
                 loop(*next(self._batches))
         self._meet()
-        self._raw.append(_Clocks.now() - began)
+        self.times.raw.append(Clocks.now() - began)
 
     def _meet(self) -> None:
         """Waits for the device, and for the other ranks if there are some."""
@@ -220,40 +271,14 @@ class Turns(L.Callback):
         if dist.is_initialized():
             dist.barrier()
 
-    def ratios(self) -> list[float]:
-        """Gives the fit's throughput beside that of its neighbours."""
-        # What the fit has done before turn n of the raw loop is number n of its own.
-        fit, raw = ([turn.wall for turn in turns] for turns in (self._fit, self._raw))
-        numbers = range(self._pair.warmup_turns, len(raw))
-        return [(raw[n - 1] + raw[n]) / 2 / fit[n] for n in numbers]
-
-    def milliseconds(self) -> tuple[float, float]:
-        """Gives medians of a batch, the fit's and the raw loop's."""
-        return self._medians(lambda turn: turn.wall)
-
-    def computing_milliseconds(self) -> tuple[float, float]:
-        """Gives medians of a batch, in which threads of this process computed."""
-        return self._medians(lambda turn: turn.cpu)
-
-    def _medians(self, clock: Callable[[_Clocks], float]) -> tuple[float, float]:
-        begin, turn = self._pair.warmup_turns, self._pair.turn
-        fit, raw = (statistics.median(map(clock, v[begin:])) for v in (self._fit, self._raw))
-        return 1e3 * fit / turn, 1e3 * raw / turn
-
 
 def on_rank(
     name: str, num_turns: int
 ) -> tuple[list[float], tuple[float, float], tuple[float, float]]:
     """Runs one pair on this worker."""
     quieten()
-    pair, rank = PAIRS[name], int(os.environ["RANK"])
-    count = pair.turn * (num_turns + pair.warmup_turns) + 1
-    loader = DataLoader(c.batches(count + pair.turn, pair.size), batch_size=pair.size)
-    turns = Turns(pair, lambda: pair.loop(rank), iter(loader))
-    c.fit(
-        pair.strategy(), count, turns, pair.size, pair.module_class, pair.accumulate, pair.devices
-    )
-    return turns.ratios(), turns.milliseconds(), turns.computing_milliseconds()
+    times = PAIRS[name].take_turns(int(os.environ["RANK"]), num_turns)
+    return times.ratios(), times.milliseconds(), times.computing_milliseconds()
 
 
 def main() -> None:
@@ -262,7 +287,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=25, help=turns)
     parser.add_argument("--only", default="", help="pairs whose name contains one of these, by |")
     options = parser.parse_args()
-    table = Table(title="Inside of Lightning beside raw loops, in turns")
+    table = Table(title="Fits, and plain loops of the engine, beside raw loops, in turns")
     beside = ("ms per batch", "raw loop", "x raw loop", "half of the turns")
     for heading in ("", *beside, "CPU ms, all ranks", "raw loop"):
         table.add_column(heading, justify="right" if heading else "left")

@@ -198,7 +198,7 @@ def small(setting: Setting) -> Iterator[Row]:
 def _small_row(
     name: str, setting: Setting, sizes: Sizes, contest: Contest, loop: Callable[[], c.RunBatch]
 ) -> Row:
-    turns = take_turns(setting, sizes, contest, loop)
+    turns = take_turns(setting, sizes, contest, loop).times
     (own, raw), ratio = turns.milliseconds(), statistics.median(turns.ratios())
     found = f"{own:.2f} ms per batch, raw loop {raw:.2f}; {ratio:.3f} x the raw loop"
     return Row(name, found)
@@ -282,7 +282,7 @@ def _gpt_row(
     plain: list[float],
 ) -> Row:
     torch.compiler.reset()
-    turns = take_turns(setting, sizes, contest, loop)
+    turns = take_turns(setting, sizes, contest, loop).times
     (own, raw), ratio = turns.milliseconds(), statistics.median(turns.ratios())
     plain.append(raw)
     found = f"{_speed(setting, sizes, own)}; {ratio:.3f} x the plain compiled loop"
