@@ -1,6 +1,7 @@
 """The command line.
 
 ``python -m lightning_dist merge IN OUT.ckpt`` makes one ordinary file of a sharded checkpoint,
+``python -m lightning_dist export IN OUT --format safetensors`` writes its weights for others, and
 ``python -m lightning_dist doctor`` checks hosts before a run.
 """
 
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 from lightning_dist.doctor.command import add_arguments, run_doctor
 from lightning_dist.engine.checkpoint.files import load_full, save_full
 from lightning_dist.engine.checkpoint.metadata import reason_of
+from lightning_dist.export import add_arguments as add_export_arguments
+from lightning_dist.export import run_export
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     merge.add_argument("--force", action="store_true", help="overwrite OUT.ckpt if it exists")
     merge.set_defaults(run=_merge)
+    export = commands.add_parser("export", help="write a checkpoint's weights for other programs")
+    add_export_arguments(export)
+    export.set_defaults(run=run_export)
     doctor = commands.add_parser("doctor", help="check hosts, links and disks before a run")
     add_arguments(doctor)
     doctor.set_defaults(run=run_doctor)

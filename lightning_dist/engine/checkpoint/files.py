@@ -290,7 +290,7 @@ def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[
 def _read_tensors(
     folder: Path | str, is_wanted: Callable[[str], bool], parameters: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    from lightning_dist.engine.checkpoint.shards import read_shards  # its docstring says why here
+    from lightning_dist.engine.checkpoint.shards import empty_like, read_shards  # late, as there
 
     def parameter_of(key: str) -> str:
         section, name = _split_key(key)
@@ -299,7 +299,7 @@ def _read_tensors(
     tensors = read_shards(
         folder,
         lambda key: is_wanted(parameter_of(key)),
-        lambda key: parameters.get(parameter_of(key)),
+        lambda key, info: empty_like(info, parameters.get(parameter_of(key))),
     )
     sections: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():

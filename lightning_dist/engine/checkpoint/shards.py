@@ -45,14 +45,17 @@ def write_shards(
 
 
 def read_shards(
-    folder: Path | str, is_wanted: Callable[[str], bool], like: Callable[[str], Tensor | None]
+    folder: Path | str,
+    is_wanted: Callable[[str], bool],
+    create: Callable[[str, TensorStorageMetadata], Tensor],
 ) -> dict[str, Tensor]:
     """Reads tensors by key, without communication.
 
     Args:
         folder: Path or URL of the directory.
         is_wanted: Returns whether to read the tensor of a key.
-        like: Returns a key's parameter, if it has one; of a DTensor only this rank's shard is read.
+        create: Creates the tensor to read a key's values into; of a DTensor only this rank's shard
+            is read.
 
     Raises:
         OSError: A file could not be read.
@@ -60,7 +63,7 @@ def read_shards(
     """
     reader = ShardReader(folder)
     tensors = {
-        key: _empty(info, like(key))
+        key: create(key, info)
         for key, info in reader.metadata.state_dict_metadata.items()
         if isinstance(info, TensorStorageMetadata) and is_wanted(key)
     }
@@ -83,8 +86,8 @@ def _read_error(folder: Path | str, error: dcp.CheckpointException) -> Exception
     )
 
 
-def _empty(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
-    """Creates the tensor to read into, sharded like its parameter if the shapes are equal."""
+def empty_like(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
+    """Creates a tensor to read into, sharded like its parameter if the shapes are equal."""
     if parameter is not None and is_storable(parameter) and parameter.shape == info.size:
         return torch.empty_like(parameter, dtype=info.properties.dtype)
     return torch.empty(info.size, dtype=info.properties.dtype)
