@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import MeshShape, fill_mesh
 from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.parallelize.rank_table import gather_rank_table
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.pipeline.measurements import MeasuredStages
@@ -44,6 +45,9 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         pipeline: As for :class:`~lightning_dist.PipelineStrategy`, with a synchronous schedule.
         shard: As for :class:`~lightning_dist.FSDPStrategy`.
         tensor: As for :class:`~lightning_dist.TensorParallelStrategy`.
+        local: As ``sync_every``, ``outer`` and so on of :class:`~lightning_dist.DDPStrategy`: each
+            replica, its shards and stages, steps by itself, and averages its weights with the other
+            ones now and then.
         meta_init: Whether ``configure_model`` builds without memory, to be filled part by part.
         timeout_s: Seconds that a rank waits for another before it gives up.
         save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
@@ -74,6 +78,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008  (it is frozen)
         shard: ShardConfig = ShardConfig(),  # noqa: B008
         tensor: TensorConfig = TensorConfig(),  # noqa: B008
+        local: LocalConfig = LocalConfig(),  # noqa: B008
         meta_init: bool = True,
         timeout_s: float = 1800.0,
         save_full: bool | None = None,
@@ -90,11 +95,13 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
     ) -> None:
         checks.check_sizes(pp, dp_replicate, dp_shard, tp)
         checks.check_mesh(pp, tp, pipeline, shard)
+        checks.check_local(local, dp_replicate)
         super().__init__(
             pipeline,
             shard,
             tensor,
             meta_init,
+            local,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,

@@ -9,7 +9,8 @@ the model, each rank writes its part to the directory:
       README.txt          how to make one file of it
       lightning.pt        the Lightning checkpoint without its tensors (loads with weights_only)
       .metadata, *.distcp torch distributed checkpoint: model.<name>, optimizer.<i>.<name>.<key>;
-                          current.<name> where the model's are averages
+                          current.<name> where the model's are averages;
+                          outer_momentum.<name> of an outer optimizer
 
 Tensors are keyed by the model's own parameter names, which no layout changes. So any number of
 ranks with any partition can read the tensors it needs.
@@ -48,8 +49,13 @@ file, in the directory around this one:
 Or, in Python: lightning_dist.checkpoint.load_full(path). trainer.fit(module, ckpt_path=path) reads
 the directory as it is, with any strategy of lightning_dist and any number of ranks.
 """
-SECTIONS = {"state_dict": "model", "current_model_state": "current"}
-"""Entries with the model's tensors: the weights, and the latest weights if those are averages."""
+SECTIONS = {
+    "state_dict": "model",
+    "current_model_state": "current",
+    "outer_momentum": "outer_momentum",
+}
+"""Entries with a tensor for a parameter's name: the weights, the latest weights if those are
+averages, and the momentum of DiLoCo's outer optimizer."""
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement
 
 from lightning_dist.engine.common.device_mesh import axis
+from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.ddp_options import StepModule
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
@@ -75,6 +76,8 @@ class Parallelism:
         is_manual: Whether a step calls backward and updates by itself.
         example: Sources of an example call, by which a model without layers is traced; None traces
             no model.
+        data_axes: The axes of the mesh that FSDP shards over, or averages each step's gradients
+            over.
         replicas: How whole replicas average their gradients; None averages none. A replica is on
             its device already, and equal on all ranks.
     """
@@ -86,6 +89,7 @@ class Parallelism:
     half: HalfPrecision | None = None
     is_manual: bool = False
     example: CallExample | None = None
+    data_axes: tuple[str, ...] = DATA_AXES
     replicas: ReplicaOptions | None = None
 
 
@@ -138,7 +142,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         check_called(module, [unit.name for unit in units])
     recomputed = _choose_recomputed(module, units, asked.shard)
     tensor_parallel, plan = _shard_layers(module, axis(mesh, "tp"), asked.tensor, split)
-    data_mesh = None if asked.shard is None else axis(mesh, "dp_replicate", "dp_shard")
+    data_mesh = None if asked.shard is None else axis(mesh, *asked.data_axes)
     if split is not None and tensor_parallel is not None:
         refuse_ties(_ties_sharded_differently(split, tensor_parallel.cuts), _OTHER_PIECES)
     if split is not None and data_mesh is not None:

@@ -260,7 +260,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
         """Returns the ordinary checkpoint on rank 0. Collective: every rank must call it."""
         place = self.mesh.coordinates(self.global_rank)
         keep = not any(index for axis, index in place.items() if axis != "pp")
-        names = ("state_dict", "current_model_state", "optimizer_states")
+        names = (*checkpoints.SECTIONS, "optimizer_states")
         whole = {key: gather(checkpoint[key], keep=keep) for key in names if key in checkpoint}
         part = {**checkpoint, **whole} if keep else None
         parts: list[Any] = [part]

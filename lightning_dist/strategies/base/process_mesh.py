@@ -314,6 +314,11 @@ class ProcessMesh(ParallelStrategy):
         return self.group(*DATA_AXES)
 
     @property
+    def gradient_axes(self) -> tuple[str, ...]:
+        """The axes along which each step's gradients are averaged."""
+        return DATA_AXES
+
+    @property
     def stage_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same layers."""
         return self.group(*self.stage_axes)

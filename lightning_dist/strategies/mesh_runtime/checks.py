@@ -5,6 +5,7 @@ Each check raises ``ValueError`` with the reason, on all ranks alike, before any
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn, get_args
 
 import lightning.pytorch as pl
@@ -13,8 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.parallelize.shard_config import Offload, ShardConfig, Sharded
 from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.dtensor import crashes_in_gathers, is_dtensor
 from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_hooks
 
@@ -228,6 +231,25 @@ def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -
         raise ValueError(
             f"wrap='manual' with pp={pp}, tp={tp}: `configure_model` would shard layers before they"
             " are shared out among stages or sharded. Use wrap='auto', or another policy."
+        )
+
+
+def check_local(local: LocalConfig, dp_replicate: int) -> None:
+    """Checks that there are replicas that can step by themselves."""
+    if local.averages_weights and dp_replicate == 1:
+        raise ValueError(
+            f"local={local} averages the weights of replicas, and dp_replicate=1 leaves one. Use"
+            " dp_replicate=2 or more, or leave local out."
+        )
+
+
+def check_fragments(local: LocalConfig, ties: Sequence[Tie]) -> None:
+    """Checks that the copies of a parameter on several stages are averaged together."""
+    if local.fragments > 1 and ties:
+        shared = [name for names in ties[0].names.values() for name in names]
+        raise ValueError(
+            f"fragments={local.fragments}: each stage averages its fragments in its own turns, and"
+            f" {shared} are one parameter, whose copies would then differ. Use fragments=1."
         )
 
 

@@ -33,6 +33,7 @@ class Layout:
         pipeline: How the model is cut into stages; None for no stages.
         tensor: How layers are sharded over tensor-parallel ranks.
         shard: How parameters are sharded.
+        data_axes: The axes that they are sharded over, and gradients averaged over.
         precision: The Trainer's precision.
         mixed_precision: The policy of the ``MixedPrecision`` callback.
         sync_batchnorm: The Trainer's argument; None if nothing is trained and it has no effect.
@@ -42,6 +43,7 @@ class Layout:
     pipeline: PipelineConfig | None
     tensor: TensorConfig
     shard: ShardConfig
+    data_axes: tuple[str, ...]
     precision: str
     mixed_precision: HalfPrecision | None
     sync_batchnorm: bool | None

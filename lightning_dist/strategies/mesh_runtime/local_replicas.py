@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterSteps
@@ -58,6 +59,11 @@ class LocalReplicas(DataParallelStrategy):
         super().close_session()
         # A script may save a checkpoint behind the run: the outer momentum stays for it.
         self._local = None
+
+    @property
+    @override
+    def gradient_axes(self) -> tuple[str, ...]:
+        return ("dp_shard",) if self._local_config.averages_weights else DATA_AXES
 
     @property
     def is_local(self) -> bool:

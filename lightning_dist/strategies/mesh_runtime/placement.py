@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.device_mesh import axis
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
@@ -43,18 +44,19 @@ from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import checks, data_parallel_checks
-from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 from lightning_dist.strategies.mesh_runtime.kept_sharding import (
     KeptSharding,
     Layout,
     find_sharding,
     keep_sharding,
 )
+from lightning_dist.strategies.mesh_runtime.layout_line import describe_rounds
+from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 
 
-class ShardedPlacement(DataParallelStrategy):
+class ShardedPlacement(LocalReplicas):
     """Base class; see the module's docstring.
 
     Args:
@@ -62,6 +64,7 @@ class ShardedPlacement(DataParallelStrategy):
         shard: How the parameters are sharded over the data axes.
         tensor: How layers are sharded over the tensor-parallel ranks.
         meta_init: Whether ``configure_model`` builds without memory, to be filled part by part.
+        local: When replicas that step by themselves average their weights, and how.
         arguments: Arguments of :class:`.DistributedStrategy`.
     """
 
@@ -71,9 +74,10 @@ class ShardedPlacement(DataParallelStrategy):
         shard: ShardConfig,
         tensor: TensorConfig,
         meta_init: bool,
+        local: LocalConfig = LocalConfig(),  # noqa: B008  (it is frozen)
         **arguments: Any,
     ) -> None:
-        super().__init__(**arguments)
+        super().__init__(local, **arguments)
         self._pipeline_config = pipeline
         self._shard_config = shard
         self._tensor_config = tensor
@@ -92,9 +96,10 @@ class ShardedPlacement(DataParallelStrategy):
     def device_mesh(self) -> DeviceMesh:
         """Torch's mesh of the data axes, with ``dp_shard`` behind ``dp_replicate`` if there is one.
 
+        Replicas that step by themselves have only the former.
         A ``configure_model`` that calls ``fully_shard`` itself needs it (``wrap="manual"``).
         """
-        mesh = axis(self.mesh_of_ranks, "dp_replicate", "dp_shard")
+        mesh = axis(self.mesh_of_ranks, *self.gradient_axes)
         assert mesh is not None, "there is one replica, and nothing is sharded"
         return mesh
 
@@ -136,6 +141,9 @@ class ShardedPlacement(DataParallelStrategy):
         """Prints how the model is sharded, on rank 0. Collective: every rank must call it."""
         if self.mesh.pp == 1 or self.mesh.dp_shard * self.mesh.tp > 1:
             rank_zero_info(self.sharded.layout_line(self.mesh, is_manual=self._policy.is_manual))
+        if self._local_config.averages_weights:
+            said = describe_rounds(self._local_config, "gradients averaged")
+            rank_zero_info(f"{self.mesh.dp_replicate} replicas step by themselves: {said}.")
         if self.mesh.pp == 1:  # with stages, the first batch tells
             self.explain_batch_statistics()
         found = self.sharded.plan
@@ -169,6 +177,7 @@ class ShardedPlacement(DataParallelStrategy):
             pipeline=asked.pipeline,
             tensor=asked.tensor,
             shard=self._shard_config,
+            data_axes=asked.data_axes,
             precision=str(self.precision_plugin.precision),
             mixed_precision=asked.half,
             sync_batchnorm=self._layer_sync is not None,
@@ -189,7 +198,7 @@ class ShardedPlacement(DataParallelStrategy):
         if self.mesh.pp > 1 or self.mesh.tp > 1:
             checks.check_automatic(self.module)
         # On a mesh, FSDP2 wraps replicas too, as one shard each, and a single rank as well.
-        if axis(self.mesh_of_ranks, "dp_replicate", "dp_shard") is not None:
+        if axis(self.mesh_of_ranks, *self.gradient_axes) is not None:
             checks.check_hooks(self.module)
         early = EarlyParameters(self.module)
         self._deferred.look_at(self.module)
@@ -218,6 +227,7 @@ class ShardedPlacement(DataParallelStrategy):
             tensor=self._tensor_config,
             shard=self._shard_config,
             sharding=self._shard_config.options(param_dtype_of(self.precision_plugin)),
+            data_axes=self.gradient_axes,
             half=None if plugin is None else plugin.half,
         )
 
@@ -230,10 +240,15 @@ class ShardedPlacement(DataParallelStrategy):
             config = with_whole_batches(config, self.mesh.pp) if statistics else config
             asked = replace(asked, pipeline=config)
         composed = parallelize(self.module, self.mesh_of_ranks, asked)
+        if composed.split is not None:
+            checks.check_fragments(self._local_config, composed.split.ties)
+        # Replicas that never average a gradient need not run the same units.
+        meets = self._local_config.sync_warmup_steps or not self._local_config.averages_weights
+        training_group = self.stage_group if meets else self.group("dp_shard", "tp")
         units = UnitAgreement(
             self.module,
             composed.units,
-            self.stage_group,
+            training_group,
             self.group("dp_shard", "tp"),
             always=self._shard_config.find_unused_parameters,
         )
@@ -242,7 +257,7 @@ class ShardedPlacement(DataParallelStrategy):
         unused = None
         if composed.shards and UnusedParameters.are_supported_by(composed.shards[0]):
             (root,) = composed.shards
-            unused = UnusedParameters(self.module, root, composed.units, self.stage_group)
+            unused = UnusedParameters(self.module, root, composed.units, training_group)
         return ShardedModule(composed, units, unused)
 
     @property

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.engine.data_parallel.missing_gradients import check_gradients
+from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
 from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
 from lightning_dist.strategies.base.callback_order import add_first_callback
@@ -99,6 +100,8 @@ class ShardedStrategy(ShardedPlacement):
 
     @override
     def open_session(self, trainer: pl.Trainer) -> None:
+        if self._local_config.averages_weights:
+            super().open_session(trainer)
         half = half_precision_of(self.precision_plugin)
         if half is not None and self.sharded.is_sharded:
             half.leave_to_shards()
@@ -110,11 +113,12 @@ class ShardedStrategy(ShardedPlacement):
 
     @override
     def drain(self) -> None:
-        """Broadcasts the first replica's buffers (running statistics) to the other replicas."""
+        """Averages local weights, and broadcasts the first replica's buffers. Collective."""
         self.check_peers()
         if self._sharded is not None and self.is_running:
             self._sharded.run_deferred_checks()
             self._sharded.reshard()
+            self.average_weights()
             self.share_buffers()
 
     @override
@@ -170,7 +174,8 @@ class ShardedStrategy(ShardedPlacement):
     def update(
         self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
-        with split_groups_by_mesh(optimizer):
+        step = self.local_step() if self.is_local else nullcontext()
+        with step, split_groups_by_mesh(optimizer):
             result = self.sharded.update(optimizer, closure, apply)
         self.sharded.end_check()  # a backward in two halves has not ended the check
         return result
@@ -182,6 +187,8 @@ class ShardedStrategy(ShardedPlacement):
 
     def _complete_gradients(self) -> None:
         self.sharded.add_gradients()
+        if self._local is not None and not self.is_local:  # the warm-up
+            average_gradients(self.module.parameters(), self.device_group("dp_replicate"))
         without = self.sharded.without_gradient()
         is_usual = self._shard_config.find_unused_parameters or self.sharded.is_manual
         if is_usual or self.world_size == 1:

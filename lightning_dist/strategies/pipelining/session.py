@@ -44,6 +44,7 @@ class RunContext:
         device_backend: The backend of groups for such tensors.
         pp_group: The ranks of the stages of one copy of the model.
         data_group: The ranks that hold the same stages and read other data.
+        gradient_group: Those of them whose gradients are averaged in each step.
         timeout_seconds: Seconds that a rank waits for another.
         seed: Base of the random numbers; the same on all ranks.
         precision: The precision of the steps.
@@ -58,6 +59,7 @@ class RunContext:
     device_backend: str
     pp_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
+    gradient_group: dist.ProcessGroup
     timeout_seconds: float
     seed: int
     precision: Precision
@@ -79,6 +81,7 @@ class RunContext:
             device_backend=strategy.device_backend,
             pp_group=strategy.group("pp"),
             data_group=strategy.data_group,
+            gradient_group=strategy.group(*strategy.gradient_axes),
             timeout_seconds=strategy.timeout_seconds,
             seed=strategy.seed,
             precision=strategy.precision_plugin,
@@ -217,7 +220,7 @@ def open_session(
             options,
             rank=run.rank,
             on_complete=run.complete_early,
-            average_weight=ReplicaWeights(run.data_group).average,
+            average_weight=ReplicaWeights(run.gradient_group).average,
             shared=tied.names,
         )
         if_it_fails.callback(pipeline.detach)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_dist import DDPStrategy, OuterOptimizer
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
-from lightning_dist.engine.planning.partition import partition_layers
 from tests.helpers.networks.models import (
     Classifier,
     make_loader,
@@ -24,10 +23,13 @@ from tests.helpers.networks.models import (
     state_of,
 )
 from tests.helpers.processes.workers import CaseFailedError, WorkerPool
-from tests.integration.ddp.local_steps import local_steps
+from tests.integration.ddp.local_steps import (
+    NUM_SAMPLES,
+    StreamingOracle,
+    difference,
+    recursion,
+)
 
-NUM_SAMPLES = 96
-NUM_STEPS = NUM_SAMPLES // 2 // 4
 INNER_LR = 0.05
 DILOCO = OuterOptimizer()
 PLAIN = OuterOptimizer(lr=0.5, momentum=0.0, nesterov=False)
@@ -60,100 +62,6 @@ def fit(
     if save is not None:
         trainer.save_checkpoint(save)
     return state_of(module)
-
-
-def recursion(sync_every: int, outer: OuterOptimizer, warmup: int) -> dict[str, Tensor]:
-    weights = make_module()
-    options: dict[str, Any] = {"momentum": outer.momentum, "nesterov": outer.nesterov}
-    outer_sgd = torch.optim.SGD(weights.parameters(), lr=outer.lr, **options)
-    local = 0
-    for step, modules in local_steps(NUM_SAMPLES, warmup):
-        if step < warmup:
-            weights.load_state_dict(modules[0].state_dict())
-            continue
-        local += 1
-        if local == sync_every or step == NUM_STEPS - 1:
-            local = 0
-            for parameter, *same in zip(
-                weights.parameters(), *(m.parameters() for m in modules), strict=True
-            ):
-                parameter.grad = parameter.detach() - sum(p.detach() for p in same) / 2
-            outer_sgd.step()
-            for module in modules:
-                module.load_state_dict(weights.state_dict())
-    return state_of(weights)
-
-
-class StreamingOracle:
-    """Streaming DiLoCo of two replicas, after algorithm 2 of its paper.
-
-    Attributes:
-        weights: The outer weights.
-    """
-
-    def __init__(self, rounds: LocalConfig) -> None:
-        self.rounds = rounds
-        self.weights = make_module()
-        parameters = list(self.weights.parameters())
-        outer = rounds.outer
-        assert outer is not None
-        options: dict[str, Any] = {"momentum": outer.momentum, "nesterov": outer.nesterov}
-        self.optimizer = torch.optim.SGD(parameters, lr=outer.lr, **options)
-        counts = partition_layers([p.numel() for p in parameters], rounds.fragments)
-        ends = list(itertools.accumulate(counts))
-        self.fragments = [range(end - n, end) for end, n in zip(ends, counts, strict=True)]
-        self.sent: dict[int, tuple[int, list[Tensor]]] = {}
-
-    def mean_gradient(self, index: int, replicas: list[Classifier]) -> Tensor:
-        weight, *own = (list(m.parameters())[index].detach() for m in (self.weights, *replicas))
-        gradients = [weight - value for value in own]
-        if self.rounds.wire == "bf16":
-            gradients = [gradient.bfloat16() for gradient in gradients]
-        return (sum(gradients, torch.zeros_like(gradients[0])) / len(gradients)).double()
-
-    def send(self, number: int, step: int, replicas: list[Classifier]) -> None:
-        gradients = [self.mean_gradient(index, replicas) for index in self.fragments[number]]
-        self.sent[number] = step + self.rounds.delay, gradients
-
-    def receive(self, number: int, replicas: list[Classifier], alpha: float) -> None:
-        _, gradients = self.sent.pop(number)
-        self.optimizer.zero_grad()
-        parameters = list(self.weights.parameters())
-        for index, gradient in zip(self.fragments[number], gradients, strict=True):
-            parameters[index].grad = gradient
-        self.optimizer.step()
-        for module in replicas:
-            for own, outer in list(zip(module.parameters(), parameters, strict=True))[
-                self.fragments[number].start : self.fragments[number].stop
-            ]:
-                own.data = alpha * own.data + (1 - alpha) * outer.detach()
-
-    def train(self) -> dict[str, Tensor]:
-        every, alpha = self.rounds.sync_every, self.rounds.alpha
-        numbers = range(self.rounds.fragments)
-        replicas: list[Classifier] = []
-        stepped = set[int]()
-        for index, replicas in local_steps(NUM_SAMPLES, 0):
-            step = index + 1
-            stepped = set(numbers)
-            for number in numbers:
-                if number in self.sent and self.sent[number][0] == step:
-                    self.receive(number, replicas, alpha)
-                turn = number * every // self.rounds.fragments
-                if step > turn and (step - turn) % every == 0 or step == turn > 0:
-                    self.send(number, step, replicas)
-                    stepped.discard(number)
-                    if self.rounds.delay == 0:
-                        self.receive(number, replicas, alpha)
-                        stepped |= {number} if alpha else set()
-        for number in numbers:
-            if number in self.sent:
-                self.receive(number, replicas, alpha)
-                stepped |= {number} if alpha else set()
-            if number in stepped:
-                self.send(number, 0, replicas)
-                self.receive(number, replicas, 0.0)
-        return state_of(self.weights)
 
 
 STREAMING: list[dict[str, Any]] = [
@@ -189,11 +97,6 @@ def test_the_oracles_differ() -> None:
     ]
     for one, other in itertools.combinations([plain, *found], 2):
         assert difference(one, other) > 1e-6
-
-
-def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 @pytest.mark.some("3-outer0-0", "5-outer0-2", "1-outer2-0")
