@@ -28,8 +28,8 @@ from lightning_dist.engine.common.environment import (
 )
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
-from lightning_dist.engine.comms.batches.replica_channel import open_channel
 from lightning_dist.engine.comms.failures.parent_watch import ending_with_launcher
+from lightning_dist.engine.comms.replica_channel import open_channel
 from lightning_dist.engine.comms.store_notes import RankNotes
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.engine.precision.overflow import AllReducedOverflow, Overflow

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from lightning.fabric.utilities.data import sized_len
 from typing_extensions import override
 
-from lightning_dist.engine.comms.batches.replica_channel import Event, Reading, ReplicaChannel
+from lightning_dist.engine.comms.replica_channel import Event, Reading, ReplicaChannel
 from lightning_dist.strategies.base.lightning_loaders import is_iterated_by_loop
 from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 

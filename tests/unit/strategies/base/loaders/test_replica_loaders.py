@@ -16,9 +16,8 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_dist.engine.comms.batches.mapped_tensors import MessageFiles, TensorFiles
-from lightning_dist.engine.comms.batches.replica_channel import ReplicaChannel
 from lightning_dist.engine.comms.channel import MemoryChannel
+from lightning_dist.engine.comms.replica_channel import ReplicaChannel
 from lightning_dist.strategies.base.loaders.replica_loaders import ReplicaLoaders
 
 CPU = torch.device("cpu")
@@ -30,10 +29,7 @@ class Replica:
     def __init__(self, size: int = 3) -> None:
         links = [MemoryChannel() for _ in range(size - 1)]
         ends = zip([*links, None], [None, *links], strict=True)
-        self.channels = [
-            ReplicaChannel(CPU, out, into, MessageFiles(frozenset(), TensorFiles()))
-            for out, into in ends
-        ]
+        self.channels = [ReplicaChannel(CPU, out, into) for out, into in ends]
         self.ranks = [ReplicaLoaders(channel) for channel in self.channels]
 
     def wrap(self, *loaders: Any) -> list[Any]:

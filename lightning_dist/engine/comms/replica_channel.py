@@ -3,7 +3,7 @@
 The ranks form a chain, in the order of the pipeline. Each rank forwards a batch as soon as it
 receives the batch, before the user's code can change it. So no rank copies a batch more than twice,
 and no rank waits longer than for the activations. A rank reads its next batch only when its step on
-the previous one is over. On one host large tensors stay in :mod:`files <.batches.mapped_tensors>`.
+the previous one is over.
 
 A message carries the reader's random states, too. So on each rank hooks and steps between two
 batches draw the same numbers as on one device, whatever the reading of a batch has drawn.
@@ -21,11 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.engine.comms.batches.mapped_tensors import (
-    MessageFiles,
-    TensorFiles,
-    find_mappable,
-)
 from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.tensors.rng import random_states, set_random_states
@@ -67,10 +62,8 @@ class ReplicaChannel:
         device: torch.device,
         sender: Sender | None,
         receiver: Receiver | None,
-        files: MessageFiles,
     ) -> None:
         self._device = device
-        self._files = files
         self._sender = sender
         self._receiver = receiver
         self._epochs: dict[int, int] = {}
@@ -96,7 +89,7 @@ class ReplicaChannel:
                 " rank reads for itself."
             ) from error
         if self._sender is not None:
-            self._sender.send(self._files.put(packed))
+            self._sender.send(packed)
 
     def receive(self, loader: int, epoch: int) -> Reading:
         """Waits for the reader's next report on a loader.
@@ -120,10 +113,9 @@ class ReplicaChannel:
 
     def _take(self) -> Reading:
         assert self._receiver is not None
-        message = self._receiver.receive()
-        packed, passes_on = self._files.get(message)
+        packed = self._receiver.receive()
         if self._sender is not None:
-            self._sender.send(message if passes_on else self._files.put(packed))
+            self._sender.send(packed)
         reading: Reading
         reading, states = unpack(packed)
         set_random_states(pickle.loads(states), self._device)
@@ -140,7 +132,6 @@ class ReplicaChannel:
             self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
-        self._files.close()
 
 
 def open_channel(
@@ -157,15 +148,12 @@ def open_channel(
     ranks = dist.get_process_group_ranks(group)
     place = dist.get_rank(group)
     host = torch.device("cpu")
-    files = TensorFiles()
-    mappable = find_mappable(files, group)
     is_last = place + 1 == len(ranks)
     before = ranks[place - 1]
     return ReplicaChannel(
         device=device,
         sender=None if is_last else DistributedSender(group, ranks[place + 1]),
         receiver=DistributedReceiver(group, before, host, timeout_seconds) if place else None,
-        files=MessageFiles(mappable, files),
     )
 
 

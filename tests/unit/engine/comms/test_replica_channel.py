@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.comms.batches.replica_channel import pack, unpack
+from lightning_dist.engine.comms.replica_channel import pack, unpack
 
 Pair = namedtuple("Pair", "image label")
 

@@ -1,1 +1,0 @@
-"""Batches that one rank reads for its peers."""
