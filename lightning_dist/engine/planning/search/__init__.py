@@ -1,0 +1,1 @@
+"""The search for the fastest layout of a model on a machine, without torch."""

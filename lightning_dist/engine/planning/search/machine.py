@@ -1,0 +1,115 @@
+"""The machine of a plan: its ranks, their memory, and the links between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from lightning_dist.engine.common.mesh_shape import AXES, MeshShape
+from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.planning.links import Link
+
+NO_LINK = Link(0.0, float("inf"))
+"""The link of a rank to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The data sheet of a device.
+
+    Attributes:
+        flops_per_second: Dense matrix products in bf16, at most.
+        memory_bytes: Bytes of memory.
+        link: Link to the other devices of a host.
+    """
+
+    flops_per_second: float
+    memory_bytes: float
+    link: Link
+
+
+_PCIE, _LATENCY = Link(10e-6, 25e9), 10e-6
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        "v100": Device(125e12, 32e9, Link(_LATENCY, 150e9)),
+        "a100": Device(312e12, 80e9, Link(_LATENCY, 300e9)),
+        "h100": Device(989e12, 80e9, Link(_LATENCY, 450e9)),
+        "h200": Device(989e12, 141e9, Link(_LATENCY, 450e9)),
+        "b200": Device(2250e12, 180e9, Link(_LATENCY, 900e9)),
+        "l4": Device(121e12, 24e9, _PCIE),
+        "l40s": Device(362e12, 48e9, _PCIE),
+        "rtx4090": Device(165e12, 24e9, _PCIE),
+    }
+)
+"""Devices by name, from their makers' data sheets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The ranks that a plan is for.
+
+    Attributes:
+        world_size: Number of all ranks.
+        memory_bytes: Bytes that a rank may use.
+        num_hosts: Number of hosts, each with as many ranks.
+        within: Link between ranks of a host, while all of them send.
+        between: Link of a host to the others; its ranks share it.
+        processors: Ranks of a host that compute at the same time; None for all. On a CPU: the cores
+            over the threads of a rank.
+        overlap: Share of a collective's time in which its rank computes on. It is near 1 on GPUs.
+            On CPUs a collective takes the cores that would compute.
+
+    Raises:
+        ValueError: A number is out of range, or the hosts do not divide the ranks.
+    """
+
+    world_size: int
+    memory_bytes: float
+    num_hosts: int = 1
+    within: Link = NO_LINK
+    between: Link = NO_LINK
+    processors: float | None = None
+    overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        check_count("world_size", self.world_size)
+        check_count("num_hosts", self.num_hosts)
+        if self.world_size % self.num_hosts:
+            raise ValueError(
+                f"num_hosts={self.num_hosts} does not divide the world of {self.world_size} ranks."
+                " Plan for hosts with equally many ranks."
+            )
+        if not self.memory_bytes > 0:
+            raise ValueError(f"memory_bytes={self.memory_bytes} must be above zero.")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap={self.overlap} must be in [0, 1].")
+        if self.processors is not None and not self.processors > 0:
+            raise ValueError(f"processors={self.processors} must be above zero, or None.")
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Number of ranks of a host."""
+        return self.world_size // self.num_hosts
+
+    @property
+    def crowding(self) -> float:
+        """Ranks that share a processor, at least 1."""
+        return 1.0 if self.processors is None else max(1.0, self.ranks_per_host / self.processors)
+
+    def link(self, mesh: MeshShape, axis: str) -> Link:
+        """Returns the link of the slowest ring along an axis, while all groups of the axis send.
+
+        Ranks that follow each other along an axis are ``stride`` apart. If a ring leaves a host,
+        as many rings do as there are ranks in a stride, and they share the host's link.
+        """
+        if mesh.sizes[axis] == 1:
+            return NO_LINK
+        stride = 1
+        for inner in AXES[AXES.index(axis) + 1 :]:
+            stride *= mesh.sizes[inner]
+        if stride * mesh.sizes[axis] <= self.ranks_per_host:
+            return self.within
+        sharers = min(stride, self.ranks_per_host)
+        return Link(self.between.latency_seconds, self.between.bytes_per_second / sharers)

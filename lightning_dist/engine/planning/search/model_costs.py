@@ -1,0 +1,161 @@
+"""The costs of a model as a search needs them: at any micro-batch, on tensor-parallel ranks.
+
+They are measured at a few sizes of a micro-batch. Between two sizes they are interpolated, for a
+small micro-batch costs more per sample. Beyond the largest size they grow in proportion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredBatch:
+    """The costs of a training step on one micro-batch.
+
+    Attributes:
+        num_samples: Samples of the micro-batch.
+        step: Costs of the layers, and of the rest of the step.
+        rest_bytes: Bytes that a forward keeps outside of the layers, for the loss.
+    """
+
+    num_samples: int
+    step: StepCosts
+    rest_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCosts:
+    """What tensor parallelism does to a model.
+
+    Attributes:
+        shares: Share of each layer's parameters that are sharded.
+        num_messages: Collectives in a forward and backward.
+        message_bytes: Bytes of these for each sample, each at its larger end.
+    """
+
+    shares: tuple[float, ...]
+    num_messages: int
+    message_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """The costs of a model, whole on one rank.
+
+    Attributes:
+        batches: Costs at some sizes of a micro-batch, in rising order.
+        states_per_parameter: Bytes of optimizer state for each byte of parameters.
+        tensor: What tensor parallelism does, by the number of ranks; other numbers are impossible.
+        can_cut: Whether the layers can be put on several stages.
+        is_tied: Whether layers share parameters.
+        whole_batches: Whether a batch must stay whole, as BatchNorm needs it.
+        layers: The argument of :class:`.PipelineConfig` of this name that finds the layers.
+
+    Raises:
+        ValueError: There is no size, or sizes are of different layers.
+    """
+
+    batches: tuple[MeasuredBatch, ...]
+    states_per_parameter: float = 2.0
+    tensor: Mapping[int, TensorCosts] = field(default_factory=dict)
+    can_cut: bool = True
+    is_tied: bool = False
+    whole_batches: bool = False
+    layers: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Checks the sizes."""
+        sizes = [batch.num_samples for batch in self.batches]
+        if not sizes or sizes != sorted({*sizes}) or sizes[0] < 1:
+            raise ValueError(f"The micro-batches' sizes {sizes} must rise, from 1 or more.")
+        numbers = {len(batch.step.layers) for batch in self.batches}
+        if len(numbers) != 1 or 0 in numbers:
+            raise ValueError(f"The micro-batches must have the same layers, not {sorted(numbers)}.")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.batches[0].step.layers)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all trainable parameters."""
+        return sum(layer.parameter_bytes for layer in self.batches[0].step.layers)
+
+    def at(self, num_samples: float, tp: int = 1, *, recomputes: bool = False) -> MeasuredBatch:
+        """Returns the costs of a micro-batch on tensor-parallel ranks, without their messages.
+
+        Args:
+            num_samples: Samples of the micro-batch.
+            tp: Number of tensor-parallel ranks.
+            recomputes: Whether layers keep their inputs only, and run again in the backward.
+        """
+        found = self._between(num_samples)
+        layers = list(found.step.layers)
+        if tp > 1:
+            shares = self.tensor[tp].shares
+            pairs = zip(layers, shares, strict=True)
+            layers = [_shard(layer, 1.0 - share * (1.0 - 1.0 / tp)) for layer, share in pairs]
+        if recomputes:
+            layers = [_recompute(layer) for layer in layers]
+        return replace(found, step=replace(found.step, layers=tuple(layers)))
+
+    def _between(self, num_samples: float) -> MeasuredBatch:
+        first, *_, last = (*self.batches, self.batches[-1])
+        if num_samples >= last.num_samples:
+            return _blend(None, last, num_samples / last.num_samples)
+        if num_samples <= first.num_samples:
+            return first
+        above = next(b for b in self.batches if b.num_samples >= num_samples)
+        below = self.batches[self.batches.index(above) - 1]
+        share = (num_samples - below.num_samples) / (above.num_samples - below.num_samples)
+        return _blend(below, above, share)
+
+
+_FIXED = ("parameter_bytes", "resident_bytes", "version_bytes")  # of any micro-batch
+_LAYER_FIELDS = [f.name for f in fields(LayerCosts) if f.name not in ("name", *_FIXED)]
+_STEP_FIELDS = [f.name for f in fields(StepCosts) if f.name not in ("layers", "update_seconds")]
+
+
+def _blend(below: MeasuredBatch | None, above: MeasuredBatch, share: float) -> MeasuredBatch:
+    """Returns costs on the line through two sizes, or through none and one."""
+
+    def mixed(low: object, high: object, names: list[str]) -> dict[str, Any]:
+        pairs = {n: (0.0 if low is None else getattr(low, n), getattr(high, n)) for n in names}
+        return {name: a + share * (b - a) for name, (a, b) in pairs.items()}
+
+    lows = [None] * len(above.step.layers) if below is None else below.step.layers
+    layers = tuple(
+        replace(high, **mixed(low, high, _LAYER_FIELDS))
+        for low, high in zip(lows, above.step.layers, strict=True)
+    )
+    own = mixed(None if below is None else below.step, above.step, _STEP_FIELDS)
+    return MeasuredBatch(
+        **mixed(below, above, ["num_samples", "rest_bytes"]),
+        step=replace(above.step, layers=layers, **own),
+    )
+
+
+def _shard(layer: LayerCosts, left: float) -> LayerCosts:
+    """Returns a layer's costs on a rank that is left with a part of its parameters and work."""
+    kept = min(layer.activation_bytes, layer.boundary_bytes)  # its input, which is not sharded
+    return replace(
+        layer,
+        forward_seconds=layer.forward_seconds * left,
+        backward_seconds=layer.backward_seconds * left,
+        parameter_bytes=round(layer.parameter_bytes * left),
+        activation_bytes=kept + round((layer.activation_bytes - kept) * left),
+    )
+
+
+def _recompute(layer: LayerCosts) -> LayerCosts:
+    return replace(
+        layer,
+        backward_seconds=layer.backward_seconds + layer.forward_seconds,
+        activation_bytes=min(layer.activation_bytes, layer.boundary_bytes),
+    )

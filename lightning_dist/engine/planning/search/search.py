@@ -1,0 +1,240 @@
+"""Search all layouts of a model on a machine for the fastest that fits.
+
+Each layout has a bound that no partition and no schedule can beat, and that costs nearly nothing.
+Layouts are estimated in the order of their bounds, until the next bound is behind the last plan
+that is wanted. So the result is that of an exhaustive search (a branch and bound).
+
+Layouts are compared by the time of a sample. With a given global batch that is the order of their
+steps. With a given batch of a data replica, layouts with more replicas have larger global batches.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush, nsmallest
+from itertools import product
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.common.table import format_bytes
+from lightning_dist.engine.planning.memory import RankMemory
+from lightning_dist.engine.planning.search.estimate import Estimator
+from lightning_dist.engine.planning.search.layout import Estimate, Layout
+from lightning_dist.engine.planning.search.machine import Machine
+from lightning_dist.engine.planning.search.model_costs import ModelCosts
+from lightning_dist.engine.planning.search.plan import Plan, Ranking
+from lightning_dist.engine.schedules.orders import SYNCHRONOUS
+from lightning_dist.engine.schedules.registry import find_schedules
+
+_MOST_STAGES_PER_RANK = 4
+_UNFITTING_SHOWN, _UNFITTING_TRIED = 2, 50
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What layouts are allowed.
+
+    Attributes:
+        global_batch: Samples of an update; None if each data replica has a given batch instead.
+        batch_size: Samples of each data replica's batch; None if the global batch is given.
+        schedules: Schedules of stages.
+        recompute: Whether activations may be computed again.
+        num_plans: Number of plans that are wanted.
+
+    Raises:
+        ValueError: Neither batch is given, or both are; or a schedule is unknown or asynchronous.
+    """
+
+    global_batch: int | None = None
+    batch_size: int | None = None
+    schedules: tuple[str, ...] = tuple(family.name for family in SYNCHRONOUS)
+    recompute: bool = True
+    num_plans: int = 10
+
+    def __post_init__(self) -> None:
+        """Checks the request."""
+        if (self.global_batch is None) == (self.batch_size is None):
+            raise ValueError(
+                f"global_batch={self.global_batch}, batch_size={self.batch_size}: give one of them."
+            )
+        check_count("num_plans", self.num_plans)
+        for name in ("global_batch", "batch_size"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        for name in self.schedules:
+            if find_schedules(name).update_rule.is_asynchronous:
+                raise ValueError(
+                    f"schedule={name!r} trains with stale weights, so its time says nothing beside"
+                    " that of other schedules. Leave it out, and see docs/choosing.md."
+                )
+
+
+def search(costs: ModelCosts, machine: Machine, request: Request) -> Ranking:
+    """Returns the best plans.
+
+    Args:
+        costs: Costs of the model.
+        machine: The machine.
+        request: The layouts that are allowed.
+
+    Raises:
+        ValueError: No layout has these sizes, or none fits into the memory; then the message says
+            by how many bytes, and what would fit.
+    """
+    estimator = Estimator(costs, machine)
+    layouts = list(all_layouts(costs, machine, request))
+    if not layouts:
+        raise ValueError(
+            f"No mesh of {machine.world_size} ranks divides a global batch of"
+            f" {request.global_batch} samples: each data replica needs one at least. Use a multiple"
+            f" of {machine.world_size}, or fewer ranks."
+        )
+    best: list[tuple[float, int, Layout]] = []
+    tight: list[Layout] = []
+    # Bounds of layouts, with their partitions once these are known.
+    queue = [
+        (estimator.least_seconds(each) / each.global_batch, i) for i, each in enumerate(layouts)
+    ]
+    heapify(queue)
+    while queue:
+        bound, index = heappop(queue)
+        if len(best) == request.num_plans and bound >= best[-1][0]:
+            break
+        layout = layouts[index]
+        if estimator.least_bytes(layout) > machine.memory_bytes:
+            tight.append(layout)
+        elif not layout.partition:
+            layouts[index] = layout = estimator.with_partition(layout)
+            closer = estimator.closer_seconds(layout) / layout.global_batch
+            heappush(queue, (max(bound, closer), index))
+        else:
+            fitting = estimator.fitting(layout)
+            if fitting is None:
+                tight.append(layout)
+                continue
+            taken = estimator.step_seconds(fitting) / fitting.global_batch
+            insort(best, (taken, index, fitting), key=lambda found: found[:2])
+            del best[request.num_plans :]
+    if not best:
+        raise ValueError(_too_large(estimator, tight))
+    plans = [Plan(layout, estimator.estimate(layout)) for _, _, layout in best]
+    cut = [estimator.with_partition(layout) for layout in tight[:_UNFITTING_TRIED]]
+    near = nsmallest(_UNFITTING_SHOWN, cut, lambda t: estimator.closer_seconds(t) / t.global_batch)
+    others = [Plan(layout, estimator.estimate(layout)) for layout in near]
+    faster = [p for p in others if p.seconds_per_sample < plans[0].seconds_per_sample]
+    explained = [replace(p, reason=why(p, plans[0], machine)) for p in plans[1:] + faster]
+    losers = len(plans) - 1
+    return Ranking((plans[0], *explained[:losers]), len(layouts), tuple(explained[losers:]))
+
+
+# --- what there is -------------------------------------------------------------------------------
+
+
+def all_layouts(costs: ModelCosts, machine: Machine, request: Request) -> Iterator[Layout]:
+    """Yields all layouts without their partitions."""
+    again = (False, True) if request.recompute else (False,)
+    for mesh in _meshes(costs, machine):
+        size, rest = (request.batch_size, 0)
+        if request.global_batch is not None:
+            size, rest = divmod(request.global_batch, mesh.data_size)
+        if rest or not size:
+            continue
+        for recomputes in again:
+            whole = Layout(mesh, size, recomputes=recomputes, layers=costs.layers)
+            if mesh.pp == 1:
+                yield whole
+            else:
+                yield from _staged(whole, costs, request.schedules)
+
+
+def _meshes(costs: ModelCosts, machine: Machine) -> Iterator[MeshShape]:
+    world = machine.world_size
+    for tp, pp in product([1, *costs.tensor], _divisors(world)):
+        data, rest = divmod(world, tp * pp)
+        most = costs.num_layers if costs.can_cut else 1
+        if rest or not data or pp > most or tp > machine.ranks_per_host:
+            continue
+        for shard in _divisors(data):
+            yield MeshShape(pp, data // shard, shard, tp)
+
+
+def _staged(whole: Layout, costs: ModelCosts, schedules: Sequence[str]) -> Iterator[Layout]:
+    pp = whole.mesh.pp
+    for name in schedules:
+        family = find_schedules(name)
+        most = family.most_stages or _MOST_STAGES_PER_RANK
+        for per_rank in range(family.fewest_stages, most + 1):
+            # A parameter of two stages of one rank would be sharded twice.
+            if pp * per_rank > costs.num_layers or (costs.is_tied and per_rank > 1):
+                continue
+            for count in [1] if costs.whole_batches else _divisors(whole.batch_size):
+                if family.microbatch_rule.fits(pp, count):
+                    yield replace(
+                        whole, schedule=name, stages_per_rank=per_rank, num_microbatches=count
+                    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+# --- why not -------------------------------------------------------------------------------------
+
+
+def why(plan: Plan, best: Plan, machine: Machine) -> str:
+    """Returns why a plan is not the best, in a few words."""
+    excess = plan.estimate.memory.peak - machine.memory_bytes
+    if excess > 0:
+        return f"does not fit by {format_bytes(round(excess))}"
+    own, theirs = (_parts(p.estimate, p.layout.global_batch) for p in (plan, best))
+    lost = {name: own[name] - theirs.get(name, 0.0) for name in own}
+    name = max(lost, key=lambda part: lost[part])
+    estimate = plan.estimate
+    if lost[name] <= 0:
+        return "as fast"
+    if name == "bubble":
+        return f"bubble {estimate.bubble_seconds / estimate.step_seconds:.0%}"
+    if name != "compute":
+        wait = estimate.waits[name]
+        return f"{name} of {format_bytes(round(wait.num_bytes))} wait {wait.seconds * 1e3:.3g} ms"
+    more = f"{lost[name] / theirs['compute']:.0%} more compute"
+    if plan.layout.recomputes and not best.layout.recomputes:
+        return f"{more}: activations again"
+    if plan.layout.microbatch_size < best.layout.microbatch_size:
+        return f"{more}: micro-batches of {plan.layout.microbatch_size:g} samples"
+    return f"{more} on the slowest stage" if plan.layout.mesh.pp > 1 else more
+
+
+def _parts(estimate: Estimate, samples: int) -> dict[str, float]:
+    parts = {"compute": estimate.compute_seconds, "bubble": estimate.bubble_seconds}
+    parts |= {name: wait.seconds for name, wait in estimate.waits.items()}
+    return {name: seconds / samples for name, seconds in parts.items()}
+
+
+def _too_large(estimator: Estimator, tight: Sequence[Layout]) -> str:
+    """Returns the message that no layout fits, from the one that lacks least."""
+    least: tuple[Layout, RankMemory] | None = None
+    for layout in sorted(tight, key=estimator.least_bytes):
+        if least is not None and estimator.least_bytes(layout) >= least[1].peak:
+            break
+        cut = layout if layout.partition else estimator.with_partition(layout)
+        memory = estimator.memory(cut)
+        if least is None or memory.peak < least[1].peak:
+            least = (cut, memory)
+    assert least is not None
+    smallest, memory = least
+    machine, held = estimator.machine, memory.peak - memory.activations
+    more = (
+        "a smaller batch"
+        if memory.activations > held
+        else f"{-(-machine.world_size * held // int(machine.memory_bytes)):,} ranks or more"
+    )
+    return (
+        f"No layout of {machine.world_size} ranks fits into"
+        f" {format_bytes(round(machine.memory_bytes))} a rank. The smallest, {smallest}, lacks"
+        f" {format_bytes(round(memory.peak - machine.memory_bytes))}: its fullest rank holds"
+        f" {format_bytes(memory.peak)}, of which {format_bytes(memory.activations)} are"
+        f" activations. It would fit with {format_bytes(memory.peak)} a rank; or try {more}."
+    )

@@ -1,0 +1,85 @@
+"""Estimates against closed forms and the simulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.planning.links import Link
+from lightning_dist.engine.planning.search.estimate import Estimator
+from lightning_dist.engine.planning.search.layout import Layout
+from lightning_dist.engine.planning.search.machine import Machine
+from tests.unit.engine.planning.search.models import model
+
+SLOW = Link(0.5, 10.0)
+
+
+def estimator(world_size: int, **machine: float) -> Estimator:
+    return Estimator(model(tensor=True), Machine(world_size, 1e9, within=SLOW, **machine))  # type: ignore[arg-type]
+
+
+def test_one_rank() -> None:
+    found = estimator(1).estimate(Layout(MeshShape(), 2, partition=(4,)))
+    assert found.step_seconds == found.compute_seconds == 4 * 3.0 * 2 + 4.0
+    assert found.memory.activations == 2 * (4 * 10 + 6)
+    assert (found.memory.parameters, found.memory.optimizer_state) == (400, 800)
+
+
+def test_replicas_wait_for_a_ring_of_each_unit() -> None:
+    found = estimator(2).estimate(Layout(MeshShape(dp_replicate=2), 1, partition=(4,)))
+    # Five units (the layers and the root), two rounds each; all gradients pass the link once.
+    assert found.exposed_seconds == pytest.approx(5 * 2 * 0.5 + 400 / 10.0)
+    assert found.waits["gradients"].num_bytes == 400
+
+
+def test_shards_gather_twice_and_update_their_part() -> None:
+    found = estimator(2).estimate(Layout(MeshShape(dp_shard=2), 1, partition=(4,)))
+    ring = 5 * 0.5 + 200 / 10.0
+    assert found.waits["gradients"].seconds == pytest.approx(ring)
+    assert found.waits["parameters"].seconds == pytest.approx(2 * ring)
+    assert found.compute_seconds == 4 * 3.0 + 2.0
+    assert (found.memory.parameters, found.memory.unsharded) == (200, 200)
+
+
+def test_compute_hides_all_but_one_unit() -> None:
+    layout = Layout(MeshShape(dp_replicate=2), 100, partition=(4,))
+    exposed = [estimator(2, overlap=o).estimate(layout).exposed_seconds for o in (0.0, 1.0)]
+    assert exposed[1] == pytest.approx(exposed[0] / 5)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_stages_fill_and_drain(count: int) -> None:
+    layout = Layout(MeshShape(pp=2), count, num_microbatches=count, partition=(2, 2))
+    alone = Estimator(model(), Machine(2, 1e9)).estimate(layout)
+    assert alone.compute_seconds == count * 6.0 + 2.0
+    assert alone.bubble_seconds == 6.0
+    slow = estimator(2).estimate(layout)
+    assert slow.waits["activations"].seconds >= 2 * (0.5 + 4 / 10.0)
+    assert alone.memory.activations == 2 * 20  # two in flight on the first stage, of two layers
+
+
+def test_recomputation_keeps_the_inputs_and_one_layer() -> None:
+    layout = Layout(MeshShape(), 2, partition=(4,), recomputes=True)
+    found = estimator(1).estimate(layout)
+    assert found.compute_seconds == 4 * 4.0 * 2 + 4.0
+    assert found.memory.activations == 4 * 8 + 12 + (20 - 8)
+
+
+def test_tensor_parallel_ranks_wait_inside_of_layers() -> None:
+    found = estimator(2).estimate(Layout(MeshShape(tp=2), 1, partition=(4,)))
+    assert found.waits["layers' results"].seconds == pytest.approx(8 * 2 * 0.5 + 40.0 / 10.0)
+    assert found.compute_seconds == 0.75 * 4 * 3.0 + 3.0
+
+
+def test_shared_processors_fill_bubbles() -> None:
+    layout = Layout(MeshShape(pp=2), 2, num_microbatches=2, partition=(2, 2))
+    found = Estimator(model(), Machine(2, 1e9, processors=1)).estimate(layout)
+    assert found.compute_seconds == 2 * (2 * 6.0 + 2.0)
+    assert found.bubble_seconds == 0.0
+
+
+def test_the_fullest_rank_of_sharded_stages() -> None:
+    layout = Layout(MeshShape(pp=2, dp_shard=2), 4, num_microbatches=4, partition=(3, 1))
+    memory = estimator(4).memory(layout)
+    assert (memory.parameters, memory.gradients, memory.unsharded) == (150, 150, 300)
+    assert memory.activations == 2 * 30

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_dist.engine.planning.search.model_costs import ModelCosts
+from tests.unit.engine.planning.search.models import measured, model
+
+
+def test_a_micro_batch_between_and_beyond_the_measured_ones() -> None:
+    costs = ModelCosts((measured(2), measured(4)))
+    for asked, found in ((1, 2.0), (2, 2.0), (3, 3.0), (4, 4.0), (8, 8.0)):
+        batch = costs.at(asked)
+        layer = batch.step.layers[0]
+        assert layer.forward_seconds == found
+        assert layer.activation_bytes == 10 * found
+        assert layer.parameter_bytes == 100
+        assert batch.rest_bytes == 6 * found
+        assert batch.step.update_seconds == 4.0
+
+
+def test_tensor_parallel_ranks_share_what_is_sharded() -> None:
+    layer = model(tensor=True).at(1, tp=2).step.layers[0]
+    assert (layer.forward_seconds, layer.backward_seconds) == (0.75, 1.5)
+    assert layer.parameter_bytes == 75
+    assert layer.activation_bytes == 4 + round(0.75 * 6)  # the input is whole on each rank
+
+
+def test_recomputed_layers_keep_inputs_and_run_twice() -> None:
+    layer = model().at(1, recomputes=True).step.layers[0]
+    assert (layer.forward_seconds, layer.backward_seconds) == (1.0, 3.0)
+    assert layer.activation_bytes == 4
+
+
+def test_sizes_that_do_not_rise() -> None:
+    with pytest.raises(ValueError, match=r"\[4, 1\] must rise"):
+        ModelCosts((measured(4), measured(1)))
+    with pytest.raises(ValueError, match=r"same layers, not \[3, 4\]"):
+        ModelCosts((measured(1, 3), measured(4, 4)))
