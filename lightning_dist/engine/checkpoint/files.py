@@ -10,7 +10,8 @@ the model, each rank writes its part to the directory:
       lightning.pt        the Lightning checkpoint without its tensors (loads with weights_only)
       .metadata, *.distcp torch distributed checkpoint: model.<name>, optimizer.<i>.<name>.<key>;
                           current.<name> where the model's are averages;
-                          outer_momentum.<name> of an outer optimizer
+                          outer_momentum.<name> of an outer optimizer; replica_optimizer.<i>.<...>
+                          of replicas that step by themselves
 
 Tensors are keyed by the model's own parameter names, which no layout changes. So any number of
 ranks with any partition can read the tensors it needs.
@@ -56,6 +57,11 @@ SECTIONS = {
 }
 """Entries with a tensor for a parameter's name: the weights, the latest weights if those are
 averages, and the momentum of DiLoCo's outer optimizer."""
+REPLICAS = "replica_optimizer_states"
+"""The states of the optimizers of all replicas but the first, one replica behind the other, if
+replicas step by themselves."""
+OPTIMIZERS = {"optimizer_states": "optimizer", REPLICAS: "replica_optimizer"}
+"""Entries with a list of optimizers' states."""
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
@@ -94,8 +100,8 @@ def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True)
             loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
         return loaded
     checkpoint = load_sharded(path, lambda _: True, weights_only=weights_only)
-    if "optimizer_states" in checkpoint:
-        checkpoint["optimizer_states"] = [to_numbers(s) for s in checkpoint["optimizer_states"]]
+    for key in OPTIMIZERS.keys() & checkpoint.keys():
+        checkpoint[key] = [to_numbers(state) for state in checkpoint[key]]
     return checkpoint
 
 
@@ -105,6 +111,7 @@ def load_sharded(
     *,
     parameters: Mapping[str, Tensor] | None = None,
     weights_only: bool | None = True,
+    replica: int | None = None,
 ) -> dict[str, Any]:
     """Loads a part of a sharded checkpoint, without communication.
 
@@ -113,6 +120,8 @@ def load_sharded(
         is_wanted: Returns whether to load the tensors of a parameter or buffer, by name.
         parameters: Parameters by name; for a DTensor only this rank's shard is read.
         weights_only: As for :func:`torch.load`.
+        replica: The replica whose optimizers' states are read beside the first one's, if replicas
+            have their own; None reads those of all.
 
     Returns:
         The Lightning checkpoint dictionary, with optimizer states by parameter name.
@@ -123,15 +132,22 @@ def load_sharded(
     def is_wanted_by_any_name(name: str) -> bool:
         return any(map(is_wanted, (name, *others.get(name, ()))))
 
-    tensors = _read_tensors(folder, is_wanted_by_any_name, parameters or {})
+    num_optimizers = len(checkpoint.get("optimizer_states", []))
+
+    def is_section_wanted(section: str) -> bool:
+        kind, _, index = section.rpartition(".")
+        is_others = replica is not None and kind == OPTIMIZERS[REPLICAS]
+        return not is_others or int(index) // num_optimizers + 1 == replica
+
+    tensors = _read_tensors(folder, is_section_wanted, is_wanted_by_any_name, parameters or {})
     for key in SECTIONS.keys() & checkpoint.keys():
         extra = {name: value for name, value in checkpoint[key].items() if is_wanted(name)}
         checkpoint[key] = tensors.pop(SECTIONS[key], {}) | extra
-    for index, state in enumerate(checkpoint.get("optimizer_states", [])):
-        by_parameter = state["state"]
-        for key, tensor in tensors.get(f"optimizer.{index}", {}).items():
-            name, _, entry = key.rpartition(".")
-            by_parameter.setdefault(name, {})[entry] = tensor
+    for key in OPTIMIZERS.keys() & checkpoint.keys():
+        for index, state in enumerate(checkpoint[key]):
+            for place, tensor in tensors.get(f"{OPTIMIZERS[key]}.{index}", {}).items():
+                name, _, entry = place.rpartition(".")
+                state["state"].setdefault(name, {})[entry] = tensor
     tied_names.unfold(checkpoint, SECTIONS)
     return checkpoint
 
@@ -240,10 +256,11 @@ def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             merged = {**part, **{key: {} for key in SECTIONS.keys() & part.keys()}}
         for key in SECTIONS.keys() & part.keys():
             merged[key].update(part[key])
-        for index, state in enumerate(part.get("optimizer_states", [])):
-            merged["optimizer_states"][index]["state"].update(state["state"])
-    if "optimizer_states" in merged:
-        merged["optimizer_states"] = [to_numbers(s) for s in merged["optimizer_states"]]
+        for key in OPTIMIZERS.keys() & part.keys():
+            for whole, state in zip(merged[key], part[key], strict=True):
+                whole["state"].update(state["state"])
+    for key in OPTIMIZERS.keys() & merged.keys():
+        merged[key] = [to_numbers(state) for state in merged[key]]
     tied_names.unfold(merged, SECTIONS)
     return merged
 
@@ -259,18 +276,17 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
                 tensors[f"{SECTIONS[key]}.{name}"] = storable(value)
             else:
                 rest[key][name] = value
-    states = []
-    for index, state in enumerate(checkpoint.get("optimizer_states", [])):
-        kept: dict[str, dict[str, Any]] = {}
-        for name, entries in state["state"].items():
-            for key, value in entries.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer.{index}.{name}.{key}"] = storable(value)
-                else:
-                    kept.setdefault(name, {})[key] = value
-        states.append({**state, "state": kept})
-    if "optimizer_states" in checkpoint:
-        rest["optimizer_states"] = states
+    for key in OPTIMIZERS.keys() & checkpoint.keys():
+        rest[key] = []
+        for index, state in enumerate(checkpoint[key]):
+            kept: dict[str, dict[str, Any]] = {}
+            for name, entries in state["state"].items():
+                for entry, value in entries.items():
+                    if isinstance(value, Tensor):
+                        tensors[f"{OPTIMIZERS[key]}.{index}.{name}.{entry}"] = storable(value)
+                    else:
+                        kept.setdefault(name, {})[entry] = value
+            rest[key].append({**state, "state": kept})
     return tensors, rest
 
 
@@ -280,21 +296,24 @@ def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[
         return {}
     sections = sorted(SECTIONS.keys() & rest.keys())
     own = [rest[key] for key in sections]
-    own += [state["state"] for state in rest.get("optimizer_states", [])]
+    lists = sorted(OPTIMIZERS.keys() & rest.keys())
+    own += [state["state"] for key in lists for state in rest[key]]
     everyone = gather_objects(own, group)
     entries = [
         {name: value for part in parts for name, value in part.items()}
         for parts in zip(*everyone, strict=True)
     ]
     gathered: dict[str, Any] = {key: entries.pop(0) for key in sections}
-    if "optimizer_states" in rest:
-        pairs = zip(rest["optimizer_states"], entries, strict=True)
-        gathered["optimizer_states"] = [{**state, "state": found} for state, found in pairs]
+    for key in lists:
+        gathered[key] = [{**state, "state": entries.pop(0)} for state in rest[key]]
     return gathered
 
 
 def _read_tensors(
-    folder: Path | str, is_wanted: Callable[[str], bool], parameters: Mapping[str, Tensor]
+    folder: Path | str,
+    is_section_wanted: Callable[[str], bool],
+    is_wanted: Callable[[str], bool],
+    parameters: Mapping[str, Tensor],
 ) -> dict[str, dict[str, Tensor]]:
     from lightning_dist.engine.checkpoint.shards import empty_like, read_shards  # late, as there
 
@@ -304,7 +323,7 @@ def _read_tensors(
 
     tensors = read_shards(
         folder,
-        lambda key: is_wanted(parameter_of(key)),
+        lambda key: is_section_wanted(_split_key(key)[0]) and is_wanted(parameter_of(key)),
         lambda key, info: empty_like(info, parameters.get(parameter_of(key))),
     )
     sections: dict[str, dict[str, Tensor]] = {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.engine.checkpoint import directory, tied_names
-from lightning_dist.engine.checkpoint.files import SECTIONS, is_sharded, load_full
+from lightning_dist.engine.checkpoint.files import OPTIMIZERS, SECTIONS, is_sharded, load_full
 from lightning_dist.engine.checkpoint.places import is_local, place_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def load_mapped(
     return {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT}
 
 
-_LEFT_OUT = ("optimizer_states", "current_model_state")
+_LEFT_OUT = (SECTIONS.keys() | OPTIMIZERS) - {"state_dict"}
 
 
 def _join(path: str | os.PathLike[str], scratch: Path, weights_only: bool | None) -> dict[str, Any]:

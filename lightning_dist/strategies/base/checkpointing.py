@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -40,6 +41,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
 from lightning_dist.engine.checkpoint.places import is_local, place_of
 from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor, shard_like
+from lightning_dist.engine.tensors.tree import map_leaves
 from lightning_dist.strategies.base.async_saving import AsyncSaving
 from lightning_dist.strategies.base.model_checks import check_group_values
 from lightning_dist.strategies.base.part_warning import warn_of_part, without_warning
@@ -86,6 +88,11 @@ class LayoutFreeCheckpoints(AsyncSaving):
     def has_plain_state(self) -> bool:
         """Whether this rank's state dicts are those of a single device."""
         return self.holds_whole_model and not any(map(is_dtensor, self.module.parameters()))
+
+    @property
+    def replicas_step_alone(self) -> bool:
+        """Whether each data replica's optimizers have a state of their own."""
+        return False
 
     # --- this rank's part --------------------------------------------------------------------
 
@@ -228,7 +235,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
                 _print_form(path)
             return
         whole: dict[str, Any] | None = checkpoint
-        if not self.has_plain_state:
+        if not self.has_plain_state or (everyone is not None and self.replicas_step_alone):
             whole = self._gather(self._by_name(checkpoint))
         elif not self.is_global_zero:
             whole = None
@@ -247,24 +254,39 @@ class LayoutFreeCheckpoints(AsyncSaving):
 
     def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Renames optimizer states by parameter, and keeps one name of each tied parameter."""
-        if not self.has_plain_state:
-            return fold(checkpoint, checkpoints.SECTIONS, self._first_names)
-        folded = fold(checkpoint, checkpoints.SECTIONS, first_names(self.module))
-        if "optimizer_states" in checkpoint:
+        is_plain = self.has_plain_state
+        firsts = first_names(self.module) if is_plain else self._first_names
+        folded = fold(checkpoint, checkpoints.SECTIONS, firsts)
+        if "optimizer_states" in checkpoint and is_plain:
             names = (name_groups(optimizer, self.module) for optimizer in self.optimizers)
             pairs = zip(checkpoint["optimizer_states"], names, strict=True)
             folded["optimizer_states"] = [to_names(state, groups) for state, groups in pairs]
+        if "optimizer_states" in checkpoint and self.replicas_step_alone:
+            replica, states = self._replica_index, folded["optimizer_states"]
+            first, *others = (
+                [state if index == replica else {**state, "state": {}} for state in states]
+                for index in range(self.mesh.dp_replicate)
+            )
+            folded |= {"optimizer_states": first, checkpoints.REPLICAS: sum(others, [])}
         return folded
+
+    @property
+    def _replica_index(self) -> int:
+        return self.mesh.coordinates(self.global_rank)["dp_replicate"]
 
     def _gather(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the ordinary checkpoint on rank 0. Collective: every rank must call it."""
         place = self.mesh.coordinates(self.global_rank)
-        keep = not any(index for axis, index in place.items() if axis != "pp")
-        names = (*checkpoints.SECTIONS, "optimizer_states")
+        merged = {"pp", "dp_replicate"} if self.replicas_step_alone else {"pp"}
+        keep = not any(index for axis, index in place.items() if axis not in merged)
+        names = (*checkpoints.SECTIONS, *checkpoints.OPTIMIZERS)
         whole = {key: gather(checkpoint[key], keep=keep) for key in names if key in checkpoint}
         part = {**checkpoint, **whole} if keep else None
+        if keep and place["dp_replicate"] > 0:  # the other entries are the first replica's, too
+            own = {key: whole[key] for key in checkpoints.OPTIMIZERS if key in whole}
+            part = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, own)
         parts: list[Any] = [part]
-        if self.mesh.pp > 1 and dist.is_initialized():
+        if dist.is_initialized() and (self.mesh.pp > 1 or self.replicas_step_alone):
             parts = [None] * self.world_size
             gathered = parts if self.is_global_zero else None
             dist.gather_object(part, gathered, dst=0, group=self.world_group)
@@ -301,6 +323,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
             lambda name: name in own or name not in foreign,
             parameters=parameters,
             weights_only=weights_only,
+            replica=self._replica_index if self.replicas_step_alone else 0,
         )
 
     @override
@@ -321,7 +344,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # An ordinary checkpoint without an optimizer has an empty state.
-        states = [{"state": {}, "param_groups": [], **s} for s in checkpoint["optimizer_states"]]
+        own = self._states_of_replica(checkpoint)
+        states = [{"state": {}, "param_groups": [], **state} for state in own]
         if self.has_plain_state:
             numbered = [to_numbers(state) if is_named(state) else state for state in states]
             super().load_optimizer_state_dict({"optimizer_states": numbered})
@@ -334,6 +358,22 @@ class LayoutFreeCheckpoints(AsyncSaving):
         for optimizer, state, names in triples:
             named = state if is_named(state) else to_names(state, names)
             load_by_name(optimizer, self.module, named, self._first_names)
+
+    def _states_of_replica(self, checkpoint: Mapping[str, Any]) -> list[Any]:
+        """Returns this replica's own states; the first one's if there were other replicas."""
+        first: list[Any] = checkpoint["optimizer_states"]
+        if not self.replicas_step_alone:
+            return first
+        every, count = [*first, *checkpoint.get(checkpoints.REPLICAS, [])], self.mesh.dp_replicate
+        if len(every) == len(first) * count:
+            begin = len(first) * self._replica_index
+            return every[begin : begin + len(first)]
+        if len(every) > len(first):
+            rank_zero_info(
+                f"The checkpoint has the optimizer states of {len(every) // len(first)} replicas,"
+                f" and this run has {count}: each begins with the first one's."
+            )
+        return first
 
 
 def _print_form(path: str) -> None:

@@ -85,6 +85,11 @@ class LocalReplicas(DataParallelStrategy):
 
     # --- checkpoints -------------------------------------------------------------------------
 
+    @property
+    @override
+    def replicas_step_alone(self) -> bool:
+        return self._local_config.averages_weights and self.mesh.dp_replicate > 1
+
     @override
     def extra_state(self) -> dict[str, Any]:
         if self._outer_steps is None:

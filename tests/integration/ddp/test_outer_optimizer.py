@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_dist import DDPStrategy, OuterOptimizer
@@ -144,6 +146,85 @@ def test_the_momentum_is_resumed(workers: WorkerPool, tmp_path: Path) -> None:
     resumed, _ = workers.run(2, fit, 3, DILOCO, 0, PlainSGD, 2, path)
     assert difference(half, whole) > 1e-6
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def saves_each_epoch(folder: str) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+
+
+def fit_adamw(
+    folder: str, resume: str | None, outer: OuterOptimizer | None, **options: Any
+) -> tuple[dict[str, Tensor], float]:
+    """Trains 2 epochs of 12 steps in rounds of 5, and saves behind each.
+
+    Returns:
+        The weights, and the sum of the squared gradients that this replica's optimizer estimates.
+    """
+    module = make_module(Classifier, optimizer="adamw")
+    trainer = make_trainer(
+        devices=2,
+        strategy=DDPStrategy(sync_every=5, outer=outer, **options),
+        limit_val_batches=0,
+        enable_checkpointing=True,
+        callbacks=[saves_each_epoch(folder)],
+        max_epochs=2,
+    )
+    own = share_of(int(os.environ["RANK"]), NUM_SAMPLES)
+    trainer.fit(module, own, make_loader(8), ckpt_path=resume)
+    states = trainer.optimizers[0].state.values()
+    return state_of(module), sum(float(state["exp_avg_sq"].sum()) for state in states)
+
+
+@pytest.mark.some("outer1-options0")
+@pytest.mark.parametrize("options", [{}, {"save_full": False}, {"async_save": True}])
+@pytest.mark.parametrize("outer", [None, DILOCO])
+def test_each_replica_goes_on_with_its_own_optimizer(
+    workers: WorkerPool, tmp_path: Path, outer: OuterOptimizer | None, options: dict[str, Any]
+) -> None:
+    case = partial(fit_adamw, **options)
+    whole = workers.run(2, case, str(tmp_path), None, outer)
+    resumed = workers.run(2, case, str(tmp_path), str(tmp_path / "epoch=0.ckpt"), outer)
+    for (weights, squares), (found, of_found) in zip(whole, resumed, strict=True):
+        assert all(torch.equal(weights[name], found[name]) for name in weights)
+        assert squares == of_found
+    assert whole[0][1] != whole[1][1]
+
+
+@pytest.mark.long
+def test_another_number_of_replicas_begins_with_the_first_ones_state(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "epoch=0.ckpt")
+    workers.run(2, fit_adamw, str(tmp_path), None, DILOCO)
+    saved = torch.load(path, weights_only=True)
+    first, second = saved["optimizer_states"][0], saved["replica_optimizer_states"][0]
+    assert first["state"].keys() == second["state"].keys()
+    assert not torch.equal(first["state"][0]["exp_avg"], second["state"][0]["exp_avg"])
+    for found in workers.run(4, moments_at_start, path):
+        assert torch.equal(found, first["state"][0]["exp_avg"])
+
+
+def moments_at_start(path: str) -> Tensor:
+    """Returns an estimate of this replica's optimizer with which a resumed run begins."""
+    module = make_module(Classifier, optimizer="adamw")
+    found: list[Tensor] = []
+
+    def look() -> None:
+        state = next(iter(module.optimizers().optimizer.state.values()))
+        found.append(state["exp_avg"].clone())
+
+    module.on_train_start = look
+    strategy = DDPStrategy(sync_every=5, outer=DILOCO)
+    trainer = make_trainer(
+        devices=4,
+        strategy=strategy,
+        limit_val_batches=0,
+        max_epochs=2,
+        enable_checkpointing=True,
+        callbacks=[saves_each_epoch(os.path.dirname(path))],
+    )
+    trainer.fit(module, make_loader(8), make_loader(8), ckpt_path=path)
+    return found[0]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,11 +72,12 @@ def fit(
     resume: str | None = None,
     folder: str | None = None,
 ) -> dict[str, Tensor]:
-    module = make_module(Classifier)
-    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=7, save_top_k=-1)
+    module = make_module(Classifier, optimizer="adamw" if folder is not None else "sgd")
+    saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     trainer = make_trainer(
         devices=2 if inside == "ddp" else 4,
         strategy=strategy_of(inside, local),
+        max_epochs=1 if folder is None else 2,
         limit_val_batches=0,
         enable_checkpointing=folder is not None,
         callbacks=[saves] if folder is not None else [],
@@ -119,6 +121,20 @@ def test_a_rate_of_1_without_momentum_takes_the_mean_to_the_last_bit(
     one, other = (joined(workers.run(4, fit, inside, LocalConfig(3, 0, o))) for o in (None, MEAN))
     assert one
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("inside", ["shards", "stages"])
+def test_a_checkpoint_in_the_middle_of_a_round(
+    workers: WorkerPool, inside: str, tmp_path: Path
+) -> None:
+    config, path = LocalConfig(5, outer=DILOCO), str(tmp_path / "epoch=0.ckpt")
+    whole = joined(workers.run(4, fit, inside, config, None, str(tmp_path)))
+    resumed = joined(workers.run(4, fit, inside, config, path, str(tmp_path)))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    # The state of each replica's optimizer goes on elsewhere.
+    elsewhere, _ = workers.run(2, fit, "ddp", config, path, str(tmp_path))
+    assert difference(elsewhere, whole) < 1e-12
 
 
 def test_pipedream_is_refused() -> None:
