@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count as count_up
+from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -15,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist import DDPStrategy, FSDPStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy, OuterOptimizer
+from lightning_dist.engine.parallelize.shard_config import Sharded
 from tests.benchmarks.contestants import (
     BATCH,
     PlainGPT,
@@ -42,9 +45,13 @@ REFERENCES = {
     "our DDPStrategy, topk": (RAW_DDP, LIGHTNINGS_DDP),
     "our DDPStrategy, powersgd": (RAW_DDP, LIGHTNINGS_DDP),
     "our DDPStrategy, sync_every=8": (RAW_DDP, LIGHTNINGS_DDP),
+    "our DDPStrategy, DiLoCo, 8": (RAW_DDP, LIGHTNINGS_DDP),
+    "our DDPStrategy, streaming DiLoCo, 8": (RAW_DDP, LIGHTNINGS_DDP),
     RAW_FSDP: (RAW_FSDP, LIGHTNINGS_FSDP),
     LIGHTNINGS_FSDP: (RAW_FSDP, LIGHTNINGS_FSDP),
     "our FSDPStrategy": (RAW_FSDP, LIGHTNINGS_FSDP),
+    "our FSDPStrategy, gradients": (RAW_FSDP, LIGHTNINGS_FSDP),
+    "our FSDPStrategy, optimizer": (RAW_FSDP, LIGHTNINGS_FSDP),
     RAW_FSDP_4: (RAW_FSDP_4, LIGHTNINGS_FSDP_4),
     LIGHTNINGS_FSDP_4: (RAW_FSDP_4, LIGHTNINGS_FSDP_4),
     "our FSDPStrategy, accumulate 4": (RAW_FSDP_4, LIGHTNINGS_FSDP_4),
@@ -72,9 +79,16 @@ def lightning_ddp(rank: int, count: int) -> float:
     return in_lightning(LightningDDPStrategy(), count, SHARE)
 
 
-def our_ddp(rank: int, count: int, compression: str, sync_every: int = 1) -> float:
-    strategy = DDPStrategy(compression=compression, powersgd_start_step=2, sync_every=sync_every)
+def our_ddp(rank: int, count: int, compression: str, sync_every: int = 1, **options: Any) -> float:
+    strategy = DDPStrategy(compression, powersgd_start_step=2, sync_every=sync_every, **options)
     return in_lightning(strategy, count, SHARE)
+
+
+def diloco(rank: int, count: int, **options: Any) -> float:
+    return our_ddp(rank, count, "none", 8, outer=OuterOptimizer(), **options)
+
+
+streaming_diloco = partial(diloco, fragments=4, delay=2, wire="bf16")
 
 
 def shard_blocks(net: nn.Sequential, mesh: DeviceMesh) -> None:
@@ -118,8 +132,8 @@ def lightning_fsdp(rank: int, count: int, accumulate: int) -> float:
     return in_lightning(strategy, count, SHARE, ShardedGPT, accumulate)
 
 
-def our_fsdp(rank: int, count: int, accumulate: int) -> float:
-    return in_lightning(FSDPStrategy(), count, SHARE, accumulate=accumulate)
+def our_fsdp(rank: int, count: int, accumulate: int, shard: Sharded = "parameters") -> float:
+    return in_lightning(FSDPStrategy(shard=shard), count, SHARE, accumulate=accumulate)
 
 
 def print_beside_references(

@@ -63,6 +63,8 @@ LEAST_BYTES: dict[str, Callable[[], float]] = {
     "our DDPStrategy, topk": partial(gradient_bytes, 100),  # 1 %, whose places are as large
     "our DDPStrategy, powersgd": power_sgd_bytes,
     "our DDPStrategy, sync_every=8": partial(gradient_bytes, 8),
+    "our DDPStrategy, DiLoCo, 8": partial(gradient_bytes, 8),
+    "our DDPStrategy, streaming DiLoCo, 8": partial(gradient_bytes, 16),
     "our FSDPStrategy": gradient_bytes,  # half for the shards gathered, half for the gradients
     "torch 1F1B, m=4": activation_bytes,
     "ours 1f1b, m=4": activation_bytes,

@@ -46,9 +46,13 @@ CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
         for how in ("none", "fp16", "int8", "topk", "powersgd")
     },
     "our DDPStrategy, sync_every=8": (d.our_ddp, ("none", 8)),
+    "our DDPStrategy, DiLoCo, 8": (d.diloco, ()),
+    "our DDPStrategy, streaming DiLoCo, 8": (d.streaming_diloco, ()),
     d.RAW_FSDP: (d.torch_fsdp, (1,)),
     d.LIGHTNINGS_FSDP: (d.lightning_fsdp, (1,)),
     "our FSDPStrategy": (d.our_fsdp, (1,)),
+    "our FSDPStrategy, gradients": (d.our_fsdp, (1, "gradients")),
+    "our FSDPStrategy, optimizer": (d.our_fsdp, (1, "optimizer")),
     d.RAW_FSDP_4: (d.torch_fsdp, (4,)),
     d.LIGHTNINGS_FSDP_4: (d.lightning_fsdp, (4,)),
     "our FSDPStrategy, accumulate 4": (d.our_fsdp, (4,)),

@@ -112,7 +112,7 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
     scheduler = draw(st.sampled_from((None, *SCHEDULERS)))
     model = draw(st.sampled_from(_models(entry)))
     precision = draw(st.sampled_from(_precisions(entry)))
-    is_rough = precision in ROUGH_PRECISIONS
+    is_rough = precision in ROUGH_PRECISIONS or entry.tolerance > 0.0
     if is_rough:
         callbacks = tuple(callback for callback in callbacks if callback not in OF_EXACT_VALUES)
         logs -= set(OF_EXACT_LOGS)
@@ -120,7 +120,7 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
     if set(OF_LOGGED_LOSS) & set(callbacks) or scheduler == "plateau_step":
         logs.add("loss")
     needs_validation = bool(set(OF_VALIDATION) & set(callbacks)) or scheduler == "plateau_epoch"
-    is_exact = precision in ("double", "64-true")
+    is_exact = precision in ("double", "64-true") and not is_rough
     optimizer = draw(st.sampled_from(_optimizers(name))) if is_exact else "sgd"
     data = [loader for loader in LOADERS if loader not in OF_ONE_READER or entry.replicas == 1]
     accumulate = 1 if is_late else draw(st.sampled_from((1, 1, 2, 3)))

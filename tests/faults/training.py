@@ -25,9 +25,11 @@ from lightning_dist import (
     DDPStrategy,
     FSDPStrategy,
     MeshStrategy,
+    OuterOptimizer,
     PipelineStrategy,
     TensorParallelStrategy,
 )
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from tests.helpers.networks.models import (
     Classifier,
     make_data,
@@ -39,7 +41,14 @@ from tests.helpers.networks.resumable_loader import ResumableLoader
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "ddp": DDPStrategy,
+    "ddp int8": lambda **kw: DDPStrategy(compression="int8", **kw),
+    "ddp topk": lambda **kw: DDPStrategy(compression="topk", topk_fraction=0.1, **kw),
+    "diloco": lambda **kw: DDPStrategy(
+        sync_every=4, outer=OuterOptimizer(), fragments=2, delay=1, **kw
+    ),
     "fsdp": FSDPStrategy,
+    "fsdp gradients": lambda **kw: FSDPStrategy(shard="gradients", **kw),
+    "fsdp optimizer": lambda **kw: FSDPStrategy(shard="optimizer", **kw),
     "tensor": lambda **kw: TensorParallelStrategy(plan={"model.*.linear": "colwise_gather"}, **kw),
     "mesh": lambda **kw: MeshStrategy(pp=2, **kw),
     "1f1b": lambda **kw: PipelineStrategy(schedule="1f1b", **kw),
@@ -48,8 +57,13 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "pipedream": lambda **kw: PipelineStrategy(schedule="pipedream", **kw),
     "pipedream_2bw": lambda **kw: PipelineStrategy(schedule="pipedream_2bw", **kw),
     "1f1b 2x2": lambda **kw: PipelineStrategy(schedule="1f1b", num_stages=2, **kw),
+    "diloco mesh 2x2": lambda **kw: MeshStrategy(
+        dp_replicate=2, dp_shard=2, local=LocalConfig(4, outer=OuterOptimizer()), **kw
+    ),
     "mesh 2x2": lambda **kw: MeshStrategy(pp=2, dp_shard=2, **kw),
 }
+FORGETFUL = ("ddp int8", "ddp topk")
+"""What these lose of a gradient and add to the next one, no checkpoint has."""
 NUM_RANKS = {name: 4 if name.endswith("2x2") else 2 for name in STRATEGIES}
 
 NUM_EPOCHS = 3

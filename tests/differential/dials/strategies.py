@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +13,11 @@ from lightning_dist import (
     DDPStrategy,
     FSDPStrategy,
     MeshStrategy,
+    OuterOptimizer,
     PipelineStrategy,
     TensorParallelStrategy,
 )
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 
@@ -35,6 +38,8 @@ class Entry:
         is_slow: Whether it is drawn half as often as others.
         is_spread: Whether ranks have pieces of layers.
         is_sharded: Whether ranks have shards of parameters, or replicas that are made as these.
+        tolerance: How far values may be from one device's, beyond rounding; infinite if replicas
+            step by themselves, so that only the rest of a run is compared.
     """
 
     devices: int
@@ -46,6 +51,7 @@ class Entry:
     is_slow: bool = False
     is_spread: bool = False
     is_sharded: bool = False
+    tolerance: float = 0.0
 
     @property
     def is_pipeline(self) -> bool:
@@ -77,6 +83,42 @@ def _pipeline(
 STRATEGIES: dict[str, Entry] = {
     "ddp": Entry(2, 2, partial(DDPStrategy, timeout_s=20.0)),
     "fsdp": Entry(2, 2, partial(FSDPStrategy, timeout_s=20.0), is_sharded=True),
+    "ddp_int8": Entry(
+        2, 2, partial(DDPStrategy, compression="int8", timeout_s=20.0), tolerance=5e-2
+    ),
+    "ddp_topk": Entry(
+        2, 2, partial(DDPStrategy, compression="topk", topk_fraction=1.0, timeout_s=20.0)
+    ),
+    "local_sgd": Entry(
+        2, 2, partial(DDPStrategy, sync_every=3, timeout_s=20.0), tolerance=math.inf
+    ),
+    "diloco": Entry(
+        2,
+        2,
+        partial(DDPStrategy, sync_every=2, outer=OuterOptimizer(), timeout_s=20.0),
+        tolerance=math.inf,
+    ),
+    "streaming_diloco": Entry(
+        2,
+        2,
+        partial(
+            DDPStrategy,
+            sync_every=3,
+            outer=OuterOptimizer(),
+            fragments=2,
+            delay=1,
+            alpha=0.5,
+            wire="bf16",
+            timeout_s=20.0,
+        ),
+        tolerance=math.inf,
+    ),
+    "fsdp_gradients": Entry(
+        2, 2, partial(FSDPStrategy, shard="gradients", timeout_s=20.0), is_sharded=True
+    ),
+    "fsdp_optimizer": Entry(
+        2, 2, partial(FSDPStrategy, shard="optimizer", timeout_s=20.0), is_sharded=True
+    ),
     "tp": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN, timeout_s=20.0), is_spread=True),
     "gpipe": _pipeline("gpipe", 3),
     "gpipe_whole": _pipeline("gpipe", 1),
@@ -136,6 +178,38 @@ STRATEGIES: dict[str, Entry] = {
         is_slow=True,
         is_sharded=True,
         is_spread=True,
+    ),
+    "local_shards": Entry(
+        4,
+        4,
+        partial(
+            MeshStrategy,
+            dp_replicate=2,
+            dp_shard=2,
+            local=LocalConfig(2, outer=OuterOptimizer()),
+            timeout_s=20.0,
+        ),
+        is_slow=True,
+        is_sharded=True,
+        tolerance=math.inf,
+    ),
+    "local_stages": Entry(
+        4,
+        2,
+        partial(
+            MeshStrategy,
+            pp=2,
+            dp_replicate=2,
+            dp_shard=1,
+            pipeline=PipelineConfig(num_microbatches=2),
+            local=LocalConfig(3, outer=OuterOptimizer(), delay=1),
+            timeout_s=20.0,
+        ),
+        stages=2,
+        microbatches=2,
+        is_slow=True,
+        is_sharded=True,
+        tolerance=math.inf,
     ),
     "replicas_of_shards": Entry(
         4, 4, partial(FSDPStrategy, shard_size=2, timeout_s=20.0), is_slow=True, is_sharded=True

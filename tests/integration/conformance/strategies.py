@@ -12,6 +12,7 @@ from lightning_dist import (
     DDPStrategy,
     FSDPStrategy,
     MeshStrategy,
+    OuterOptimizer,
     PipelineStrategy,
     TensorParallelStrategy,
 )
@@ -47,6 +48,11 @@ ENTRIES: dict[str, Entry] = {
     "ddp-4": Entry(4, 4, DDPStrategy),
     "ddp-2-static": Entry(2, 2, partial(DDPStrategy, static_graph=True)),
     "ddp-2-buckets": Entry(2, 2, partial(DDPStrategy, bucket_megabytes=0.001)),
+    "ddp-2-topk": Entry(2, 2, partial(DDPStrategy, compression="topk", topk_fraction=1.0)),
+    # Replicas that step by themselves train otherwise: theirs is an endless warm-up.
+    "ddp-2-diloco": Entry(
+        2, 2, partial(DDPStrategy, sync_every=4, outer=OuterOptimizer(), sync_warmup_steps=1000)
+    ),
     "fsdp-2": Entry(2, 2, FSDPStrategy, is_typical=True),
     "fsdp-4": Entry(4, 4, partial(FSDPStrategy, shard="optimizer")),
     "fsdp-2x2": Entry(4, 4, partial(FSDPStrategy, shard_size=2)),
