@@ -1,16 +1,19 @@
 """The cost of stale weights, and its remedies: train the recipe's GPT in each asynchronous way.
 
+On the ranks are stages of a pipeline, or replicas that step by themselves (local SGD, DiLoCo).
+
 .. code-block:: bash
 
     python -m recipes.study_staleness --quick                       # about a minute
     python -m recipes.study_staleness                               # about 20 minutes on 2 cores
     python -m recipes.study_staleness --only pipedream predict --stages 8 --optimizers adamw
+    python -m recipes.study_staleness --only sync predict "diloco, 20" --width 128 --tokens 4000000
     python -m recipes.study_staleness --redraw
 
 Results do not depend on the speed of ranks, so each training runs in one process
-(:mod:`recipes.staleness.lockstep`), and as many at a time as there are cores. The time that a
-pipeline would have taken is simulated. Finished trainings are kept in a CSV file and
-not run again; ``--redraw`` trains nothing.
+(:mod:`recipes.staleness.lockstep`, :mod:`recipes.staleness.replicas`), and as many at a time as
+there are cores. The time that a run would have taken is simulated, also over links of some rates.
+Finished trainings are kept in a CSV file and not run again; ``--redraw`` trains nothing.
 """
 
 from __future__ import annotations
@@ -20,18 +23,25 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lightning_dist.engine.planning.links import Link
+from recipes.gpt import build_gpt
+from recipes.staleness.network import Network
 from recipes.staleness.optimizers import OPTIMIZERS
 from recipes.staleness.picture import draw
 from recipes.staleness.results import Results
-from recipes.staleness.summary import curves, table
+from recipes.staleness.summary import Curve, curves, network_table, table
 from recipes.staleness.training import Sizes, layers_of_stages, train
-from recipes.staleness.trial import METHODS, Trial, trials
+from recipes.staleness.trial import METHODS, SYNC, Trial, trials
 
+_LATENCY_SECONDS = 50e-6
+_NEAR = 1.02
+"""How near to the synchronous training's last loss others must come, by default."""
 _QUICK = ["--tokens=6144", "--seeds=1", "--stages", "2", "4", "--rates=1", "--optimizers=adamw"]
 
 
@@ -44,9 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.quick:
         options = _parser().parse_args(_QUICK, argparse.Namespace(**vars(options)))
-    sizes = Sizes(max(1, options.tokens // Sizes(1, 1).batch_tokens), num_looks=options.looks)
+    chosen = Sizes(
+        1, options.looks, options.batch_size, options.length, options.width, options.depth
+    )
+    sizes = replace(chosen, num_updates=max(1, options.tokens // chosen.batch_tokens))
     for count in options.stages:
         layers_of_stages(sizes.depth, count)
+        if sizes.batch_size % count:
+            raise ValueError(
+                f"batch_size={sizes.batch_size} windows must be a multiple of stages={count}: as"
+                " many replicas share them."
+            )
     methods = [method for method in METHODS if not options.only or method.name in options.only]
     seeds = range(options.seeds)
     asked = list(trials(options.optimizers, methods, options.stages, options.rates, seeds))
@@ -104,11 +122,43 @@ def report(results: Results, sizes: Sizes, options: argparse.Namespace) -> None:
         count = f"{options.seeds} seed{'s' * (options.seeds != 1)}"
         title = f"{optimizer}, {tokens:,} tokens, {count}"
         tables.append(f"{title}:\n\n{table(found, options.stages)}\n")
+        tables += over_links(found, sizes, options)
         draw(found, options.stages, sizes.batch_tokens, title, options.out / f"{optimizer}.png")
     text = "\n".join(tables)
     (options.out / "table.md").write_text(text)
     print(text)
     print(f"Written to {options.out}: results.csv, table.md and a picture for each optimizer.")
+
+
+def over_links(found: Sequence[Curve], sizes: Sizes, options: argparse.Namespace) -> list[str]:
+    """Writes a table for each number of ranks: when a loss is reached over links of some rates.
+
+    Args:
+        found: Curves of one optimizer.
+        sizes: Sizes of the trainings.
+        options: Options of the command line.
+    """
+    sync = [curve.means[-1] for curve in found if curve.clocked.method is SYNC]
+    target = options.target or (_NEAR * sync[0] if sync else None)
+    if target is None:
+        return []
+    model = build_gpt(width=sizes.width, depth=sizes.depth)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    networks = {
+        f"{gigabits:g} Gbit/s": Network.of(
+            Link(_LATENCY_SECONDS, gigabits * 1e9 / 8),
+            options.flops,
+            num_parameters,
+            sizes.batch_tokens,
+            sizes.width,
+        )
+        for gigabits in options.gigabits
+    }
+    return [
+        f"Simulated seconds to {target:.3f} bits per byte, {n} ranks of {options.flops:g} FLOP/s:"
+        f"\n\n{network_table(found, n, networks, target)}\n"
+        for n in options.stages
+    ]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,6 +175,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--rates", type=float, nargs="+", default=[1.0], help="factors; the best counts")
     add("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
     add("--only", nargs="+", choices=[m.name for m in METHODS], help="some of the methods")
+    add("--width", type=int, default=Sizes(1, 1).width, help="of the model")
+    add("--depth", type=int, default=Sizes(1, 1).depth, help="blocks of the model")
+    add("--batch-size", type=int, default=Sizes(1, 1).batch_size, help="windows of an update")
+    add("--length", type=int, default=Sizes(1, 1).sequence_length, help="bytes of a window")
+    add("--gigabits", type=float, nargs="+", default=[10.0, 1.0, 0.1], help="a second, of links")
+    add("--flops", type=float, default=1e10, help="a second, of a device")
+    add("--target", type=float, help="bits per byte to reach over links; 2 %% above sync's")
     add("--looks", type=int, default=10, help="points of a curve")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time")
     add("--out", type=Path, default=Path("runs/staleness"))

@@ -1,7 +1,9 @@
-"""When a pipeline of balanced stages would have made each update, by the package's simulator.
+"""When each update would have been made, of a pipeline by the package's simulator.
 
-The unit is the time that one device takes for a batch, a third of it for the forward. Messages and
-updates take no time. Without stashing the backward runs the layers again, as the runtime does then.
+The unit is the time that one device takes for a batch, a third of it for the forward. Stages are
+balanced. Updates take no time, and messages that of a network, or none. Without stashing the
+backward runs the layers again, as the runtime does then. Replicas average gradients during the
+backward, and weights behind it.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.schedules.registry import find_schedules
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
+from recipes.staleness.network import Network
 from recipes.staleness.trial import METHODS, Method
 
 _FORWARD_SHARE = 1 / 3
@@ -23,40 +27,52 @@ class Clocked:
     Attributes:
         name: Name in table and picture.
         method: The method, which determines the weights.
-        schedule: The schedule; several schedules compute a synchronous method alike.
+        schedule: The schedule; several schedules compute a synchronous method alike. None for
+            replicas.
     """
 
     name: str
     method: Method
-    schedule: str
+    schedule: str | None
 
 
 CLOCKED = tuple(
     clocked
     for method in METHODS
     for clocked in (
-        (Clocked("sync, 1f1b", method, "1f1b"), Clocked("sync, zbv", method, "zbv"))
+        (
+            Clocked("sync, 1f1b", method, "1f1b"),
+            Clocked("sync, zbv", method, "zbv"),
+            Clocked("sync, replicas", method, None),
+        )
         if method.trained_stages == 1
-        else (Clocked(method.name, method, method.schedule),)
+        else (Clocked(method.name, method, None if method.local else method.schedule),)
     )
 )
 
 
-def update_times(clocked: Clocked, num_ranks: int, num_updates: int) -> list[float]:
+def update_times(
+    clocked: Clocked, num_ranks: int, num_updates: int, network: Network | None = None
+) -> list[float]:
     """Returns the times at which the gradients of each update were complete on all stages.
 
     Args:
         clocked: The method and its schedule.
-        num_ranks: Number of ranks of the pipeline.
+        num_ranks: Number of ranks.
         num_updates: Number of updates.
+        network: The links between ranks; None for messages that take no time.
 
     Returns:
         One time for each update, in batches of one device.
     """
+    if clocked.schedule is None:
+        average = 0.0 if network is None else network.average(num_ranks)
+        return _times_of_replicas(clocked.method.local, num_ranks, num_updates, average)
     family = find_schedules(clocked.schedule)
     count = family.default_microbatches(num_ranks)
     homes = family.rank_of_stage(num_ranks)
-    costs = _costs(clocked.method, len(homes), count)
+    transfer = 0.0 if network is None else network.transfer(count)
+    costs = _costs(clocked.method, len(homes), count, transfer)
     if not family.update_rule.is_asynchronous:
         each = simulate(family.build(homes, count), costs).makespan_seconds
         return [each * (update + 1) for update in range(num_updates)]
@@ -68,13 +84,24 @@ def update_times(clocked: Clocked, num_ranks: int, num_updates: int) -> list[flo
     return [ends[update] for update in range(num_updates)]
 
 
-def _costs(method: Method, num_stages: int, num_microbatches: int) -> StageCosts:
+def _times_of_replicas(
+    local: LocalConfig | None, num_replicas: int, num_updates: int, average: float
+) -> list[float]:
+    step = 1.0 / num_replicas
+    counts = range(1, num_updates + 1)
+    if local is None:
+        exposed = max(0.0, average - step * (1.0 - _FORWARD_SHARE))
+        return [count * (step + exposed) for count in counts]
+    return [count * step + count // local.sync_every * average for count in counts]
+
+
+def _costs(method: Method, num_stages: int, num_microbatches: int, transfer: float) -> StageCosts:
     share = 1.0 / (num_stages * num_microbatches)
     forward = share * _FORWARD_SHARE
     backward = share - forward
     again = forward if method.weight_versions == "none" else 0.0
     backwards = [backward + again] * (num_stages - 1) + [backward]
-    return StageCosts((forward,) * num_stages, tuple(backwards))
+    return StageCosts((forward,) * num_stages, tuple(backwards), transfer)
 
 
 def share_of_one_device(times: Mapping[str, list[float]]) -> dict[str, float]:

@@ -25,9 +25,16 @@ _COLOURS: Mapping[str, str] = MappingProxyType(
         "predict": "#56B4E9",
         "2bw": "#009E73",
         "2bw, predict": "#009E73",
+        "sync, replicas": "#000000",
+        "local sgd, 5": "#F0E442",
+        "local sgd, 20": "#F0E442",
+        "diloco, 5": "#8B4513",
+        "diloco, 20": "#8B4513",
     }
 )
-_DASHED = ("2bw, predict",)  # beside the same colour without
+# Beside the same colour without.
+_DASHED = ("2bw, predict", "sync, replicas", "local sgd, 20", "diloco, 20")
+_ALIKE = ("sync, zbv", "sync, replicas")  # as "sync, 1f1b", but for the time
 _HIDDEN_AT_THE_START = 0.15
 
 
@@ -54,7 +61,7 @@ def draw(
     panels = figure.subplots(2, len(stages), squeeze=False, sharey=True)
     for column, num_stages in enumerate(stages):
         own = [curve for curve in found if curve.num_stages == num_stages]
-        of_tokens = [curve for curve in own if curve.clocked.name != "sync, zbv"]
+        of_tokens = [curve for curve in own if curve.clocked.name not in _ALIKE]
         tokens, time = panels[0][column], panels[1][column]
         _lines(tokens, of_tokens, lambda c: [u * batch_tokens / 1e3 for u in c.updates])
         _lines(time, own, lambda c: list(c.seconds))

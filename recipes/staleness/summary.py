@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from recipes.staleness.clock import CLOCKED, Clocked, update_times
+from recipes.staleness.network import Network, updates_until
 from recipes.staleness.results import Results
 from recipes.staleness.trial import Trial
 
@@ -93,6 +94,42 @@ def _curve(results: Results, clocked: Clocked, num_stages: int, trials: Sequence
         tuple(times[count - 1] for count in updates),
         tuple((*of_seed, *(math.inf,) * (len(updates) - len(of_seed))) for of_seed in losses),
     )
+
+
+def network_table(
+    found: Sequence[Curve], num_ranks: int, networks: Mapping[str, Network], target: float
+) -> str:
+    """Writes the seconds in which each way reaches a loss over each network, in Markdown.
+
+    The least time of a network is bold.
+
+    Args:
+        found: Curves of one optimizer.
+        num_ranks: Number of ranks of the curves to compare.
+        networks: Networks by name.
+        target: The loss to reach, in bits per byte.
+    """
+    own = [curve for curve in found if curve.num_stages == num_ranks]
+    rows = {
+        curve.clocked.name: [_seconds(curve, n, target) for n in networks.values()] for curve in own
+    }
+    least = [min(column) for column in zip(*rows.values(), strict=True)]
+    lines = [f"| | bits per byte | {' | '.join(networks)} |", "|---" * (2 + len(networks)) + "|"]
+    for curve in own:
+        cells = []
+        for seconds, best in zip(rows[curve.clocked.name], least, strict=True):
+            shown = "never" if math.isinf(seconds) else f"{seconds:.2f} s"
+            cells.append(f"**{shown}**" if seconds == best < math.inf else shown)
+        lines.append(f"| {curve.clocked.name} | {curve.final} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _seconds(curve: Curve, network: Network, target: float) -> float:
+    count = updates_until(target, curve.updates, curve.means)
+    if count is None:
+        return math.inf
+    times = update_times(curve.clocked, curve.num_stages, curve.updates[-1], network)
+    return times[count - 1] * network.batch_seconds
 
 
 def table(found: Sequence[Curve], stages: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from recipes.gpt import build_gpt, warmup_and_decay
 from recipes.staleness.lockstep import Lockstep
 from recipes.staleness.optimizers import LEARNING_RATE, OPTIMIZERS
+from recipes.staleness.replicas import Replicas
 from recipes.staleness.trial import Trial
 from recipes.text import load_text, split_text
 
@@ -88,6 +89,21 @@ def train(trial: Trial, sizes: Sizes) -> list[Look]:
         peak = LEARNING_RATE * trial.rate_factor
         return peak * warmup_and_decay(update, warmup, sizes.num_updates)
 
+    if trial.method.local is not None:
+        replicas = Replicas(
+            model,
+            trial.num_stages,
+            trial.method.local,
+            OPTIMIZERS[trial.optimizer],
+            next_byte_loss,
+            rate,
+            gallery.add,
+        )
+        for batch in _batches(train_text, trial.seed, sizes):
+            replicas.train_batch(batch)
+            if gallery.has_diverged:
+                break
+        return gallery.looks
     lockstep = Lockstep(
         model,
         trial.method.config(max(1, round(_CORRECTED_SHARE * sizes.num_updates))),

@@ -1,4 +1,4 @@
-"""The trials to compare: methods, optimizers, numbers of stages, rates and seeds."""
+"""The trials to compare: methods, optimizers, numbers of ranks, rates and seeds."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
+from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.splitting.config import PipelineConfig, StalenessCorrection
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to train a pipeline.
+    """One way to train on several ranks: a pipeline's, or that of replicas.
 
     Attributes:
         name: Name in the table.
@@ -22,6 +24,7 @@ class Method:
         trained_stages: Number of stages to train with, if the weights do not depend on it: a
             synchronous schedule computes the same as one device, and ``pipedream_2bw`` is one
             update late for any number. None trains with the number in question.
+        local: How replicas step by themselves, one on each rank; None for a pipeline.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Method:
     weight_versions: WeightVersions = "stash"
     staleness_correction: StalenessCorrection = "none"
     trained_stages: int | None = None
+    local: LocalConfig | None = None
 
     @property
     def predicts(self) -> bool:
@@ -49,6 +53,8 @@ class Method:
         )
 
 
+ROUNDS = (5, 20)
+"""Updates from one average of the replicas' weights to the next."""
 SYNC = Method("sync", "1f1b", trained_stages=1)
 TWO_VERSIONS = Method("2bw", "pipedream_2bw", trained_stages=2)
 METHODS = (
@@ -60,6 +66,8 @@ METHODS = (
     Method("predict", "pipedream", staleness_correction="predict"),
     TWO_VERSIONS,
     Method("2bw, predict", "pipedream_2bw", staleness_correction="predict", trained_stages=2),
+    *(Method(f"local sgd, {h}", "1f1b", local=LocalConfig(h)) for h in ROUNDS),
+    *(Method(f"diloco, {h}", "1f1b", local=LocalConfig(h, outer=OuterOptimizer())) for h in ROUNDS),
 )
 
 

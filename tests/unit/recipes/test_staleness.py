@@ -12,13 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_dist import OuterOptimizer
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
+from lightning_dist.engine.planning.links import Link
 from lightning_dist.engine.splitting.config import PipelineConfig
 from recipes.gpt import build_gpt, warmup_and_decay
 from recipes.staleness.clock import CLOCKED, update_times
 from recipes.staleness.lockstep import Lockstep
+from recipes.staleness.network import Network, updates_until
 from recipes.staleness.optimizers import LEARNING_RATE, OPTIMIZERS, adamw
+from recipes.staleness.replicas import Replicas
 from recipes.staleness.results import Results
-from recipes.staleness.summary import curves, table
+from recipes.staleness.summary import curves, network_table, table
 from recipes.staleness.training import Look, Sizes, layers_of_stages, train
 from recipes.staleness.trial import METHODS, SYNC, TWO_VERSIONS, Trial, trials
 from recipes.study_staleness import main
@@ -170,7 +175,7 @@ def test_muon_takes_the_matrices_of_blocks_alone() -> None:
 
 def test_each_training_is_done_once() -> None:
     found = list(trials(["adamw", "muon"], METHODS, [2, 4], [1.0], range(2)))
-    assert len(found) == len(set(found)) == 2 * ((5 * 2 + 3) + (4 * 2 + 2))
+    assert len(found) == len(set(found)) == 2 * ((9 * 2 + 3) + (8 * 2 + 2))
     assert not any(t.optimizer == "muon" and t.method.predicts for t in found)
 
 
@@ -184,6 +189,68 @@ def test_the_clock_is_the_closed_form() -> None:
     assert times["pipedream"] == pytest.approx([(b + n) / n for b in range(count)])
     assert times["2bw"][-1] == pytest.approx((count * n + n - 1) / (n * n))
     assert times["no stash"][-1] > 1.2 * times["pipedream"][-1]
+
+
+def test_the_clock_of_links_is_the_closed_form() -> None:
+    # A link of 1 GB/s without latency; 5 ms for a batch; 4 MB of weights, 1 MB of activations.
+    network = Network(Link(0.0, 1e9), 5e-3, 4_000_000, 1_000_000)
+    times = {c.name: update_times(c, 2, 20, network) for c in CLOCKED}
+    average = 4e6 / 1e9 / 5e-3  # of two ranks, each sends half of it twice
+    assert times["sync, replicas"][-1] == pytest.approx(20 * (1 / 2 + average - 1 / 3))
+    assert times["diloco, 5"][-1] == pytest.approx(20 / 2 + 4 * average)
+    assert times["local sgd, 20"][:19] == pytest.approx([(u + 1) / 2 for u in range(19)])
+    assert times["local sgd, 20"][-1] == pytest.approx(20 / 2 + average)
+    free = {c.name: update_times(c, 2, 20)[-1] for c in CLOCKED}
+    assert free["diloco, 5"] == free["sync, replicas"] == pytest.approx(10.0)
+    # The first micro-batch of 8 comes to the last stage, and its gradient comes back.
+    there_and_back = 2 * (1e6 / 8 / 1e9 / 5e-3)
+    each = free["sync, 1f1b"] / 20 + there_and_back
+    assert each <= times["sync, 1f1b"][-1] / 20 + 1e-9 < free["sync, 1f1b"] / 20 + average
+
+
+def test_updates_until_a_loss() -> None:
+    looks, losses = (10, 20, 30), (5.0, 4.0, 3.5)
+    assert updates_until(5.5, looks, losses) == 10
+    assert updates_until(4.5, looks, losses) == 16
+    assert updates_until(4.0, looks, losses) == 20
+    assert updates_until(3.0, looks, losses) is None
+
+
+def test_the_table_of_links_marks_the_fastest(tmp_path: Path) -> None:
+    found = list(curves(fill(tmp_path / "results.csv", Sizes(8, 2)), "adamw", [2], [0.5], range(2)))
+    networks = {"slow": Network(Link(0.0, 1e6), 1.0, 4_000_000, 100_000)}
+    lines = network_table(found, 2, networks, 2.6).splitlines()
+    assert lines[0] == "| | bits per byte | slow |"
+    assert [line.count("**") for line in lines[2:]] == [0, 2, 0, 0]  # zbv
+    assert network_table(found, 2, networks, 1.0).count("never") == 4
+
+
+@pytest.mark.parametrize("outer", [None, OuterOptimizer()])
+def test_replicas_equal_a_plain_loop(outer: OuterOptimizer | None) -> None:
+    told: dict[int, dict[str, Tensor]] = {}
+    local = LocalConfig(3, outer=outer)
+    replicas = Replicas(make_model(), 2, local, sgd, loss, rate, told.__setitem__)
+    models, weights = [make_model(), make_model()], make_model()
+    optimizers = [sgd(model)[0] for model in models]
+    settings = {"lr": 1.0} if outer is None else {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+    steps = torch.optim.SGD(weights.parameters(), **settings)  # type: ignore[arg-type]
+    for count, batch in enumerate(make_batches(), 1):
+        rows = tuple(torch.cat([tensor, tensor + 1.0])[:4] for tensor in batch)
+        replicas.train_batch(rows)
+        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.param_groups[0]["lr"] = rate(count - 1)
+            optimizer.zero_grad()
+            loss(model, [tensor[index::2] for tensor in rows]).backward()
+            optimizer.step()
+        if count % 3 == 0:
+            for p, *same in zip(
+                weights.parameters(), *(m.parameters() for m in models), strict=True
+            ):
+                p.grad = p.detach() - sum(q.detach() for q in same) / 2
+            steps.step()
+            for model in models:
+                model.load_state_dict(weights.state_dict())
+    assert_equal(told[9], weights)
 
 
 def test_the_stages_divide_the_blocks() -> None:
@@ -223,15 +290,16 @@ def test_results_are_read_back_and_kept_apart(tmp_path: Path) -> None:
 def test_the_best_rate_counts(tmp_path: Path) -> None:
     results = fill(tmp_path / "results.csv", Sizes(8, 2))
     found = list(curves(results, "adamw", [2], [1.0, 0.5], range(2)))
-    assert [curve.rate_factor for curve in found] == [0.5] * 3
+    assert [curve.rate_factor for curve in found] == [0.5] * 4
     assert found[0].means == pytest.approx([3.55, 2.55])
     assert table(found, [2]).splitlines()[2:] == [
         "| sync, 1f1b | 2.550 ± 0.050 (rate x 0.5) | 0.562 |",
         "| sync, zbv | 2.550 ± 0.050 (rate x 0.5) | 0.510 |",
+        "| sync, replicas | 2.550 ± 0.050 (rate x 0.5) | 0.500 |",
         "| 2bw | 2.550 ± 0.050 (rate x 0.5) | 0.531 |",
     ]
     only = list(curves(results, "adamw", [2], [1.0], range(2)))
-    assert [curve.final for curve in only] == ["3.050 ± 0.050"] * 2 + ["diverged"]
+    assert [curve.final for curve in only] == ["3.050 ± 0.050"] * 3 + ["diverged"]
     assert not list(curves(results, "adamw", [2], [1.0], range(3)))
 
 
