@@ -9,6 +9,7 @@ from lightning_dist.registration import register_strategies
 from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.fsdp import FSDPStrategy
 from lightning_dist.strategies.mesh import MeshStrategy
+from lightning_dist.strategies.parameter_server import ParameterServerStrategy
 from lightning_dist.strategies.pipeline import PipelineStrategy
 from lightning_dist.strategies.tensor_parallel import TensorParallelStrategy
 
@@ -17,6 +18,7 @@ __all__ = [
     "FSDPStrategy",
     "MeshStrategy",
     "OuterOptimizer",
+    "ParameterServerStrategy",
     "PipelineStrategy",
     "TensorParallelStrategy",
 ]

@@ -120,7 +120,7 @@ class HyperparameterHistory:
         used = [dict(values) for values in self._applied]
         for values in used if noted.rate_factor != 1.0 else ():
             values["lr"] = values["lr"] * noted.rate_factor
-        _install(optimizer, used)
+        install_values(optimizer, used)
         try:
             yield
         finally:
@@ -129,7 +129,7 @@ class HyperparameterHistory:
             shown = [dict(values) for values in self._applied]
             for changes in (*[later.changes for later in self._noted], self._newest):
                 _update(shown, changes)
-            _install(optimizer, shown)
+            install_values(optimizer, shown)
             self._shown = group_values(optimizer)
 
     def end_update(self) -> None:
@@ -182,7 +182,8 @@ def _update(groups: _Groups, changes: _Groups) -> None:
 
 
 @torch.no_grad()
-def _install(optimizer: Optimizer, groups: _Groups) -> None:
+def install_values(optimizer: Optimizer, groups: _Groups) -> None:
+    """Sets values of an optimizer's parameter groups; tensors in place, where they fit."""
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
             if key in group and _are_equal(group[key], value):

@@ -7,6 +7,7 @@ data rank and the batch, and ends a run if a rank fails or is asked to stop.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -29,8 +30,10 @@ from lightning_dist.engine.common.environment import (
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.comms.failures.parent_watch import ending_with_launcher
+from lightning_dist.engine.comms.failures.peer_failure import Failure
 from lightning_dist.engine.comms.replica_channel import open_channel
 from lightning_dist.engine.comms.store_notes import RankNotes
+from lightning_dist.engine.comms.votes import JointDecision, Posted, StopAgreement
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.engine.precision.overflow import AllReducedOverflow, Overflow
 from lightning_dist.engine.tensors.rng import seed_all, share_random_state
@@ -162,13 +165,13 @@ class DistributedStrategy(ProcessMesh):
         self._guard = RunGuard(
             self.module.trainer,
             ring_group=self.group(*self.mesh.sizes, purpose="failures", timeout=_NEVER),
-            stop_group=self.world_group,
-            stop_lag=self.stop_lag,
+            stop=self.stop_agreement(),
             interrupt=self._wake,
             is_stop_due=self._is_stop_due,
             notes=self.make_notes(self.world_group),
             steps_are_local=self.holds_whole_model,
             timeout_seconds=self.timeout_seconds,
+            outlives=self.outlives,
         )
         listener = LambdaCallback(on_exception=lambda _, __, error: self._report(error))
         self._undo_callbacks.callback(add_first_callback(self.module.trainer, listener))
@@ -247,6 +250,22 @@ class DistributedStrategy(ProcessMesh):
     def stop_lag(self) -> int:
         """By how many batches one rank can be ahead of another."""
         return 1
+
+    def stop_agreement(self) -> StopAgreement:
+        """Creates this rank's part in the decision to stop. Collective: every rank must call it."""
+        return StopAgreement(self.world_group, self.stop_lag)
+
+    def joint_decision(self, post: Callable[[int], Posted] | None = None) -> JointDecision:
+        """Creates this rank's part in a recurring decision. Collective: every rank must call it.
+
+        Args:
+            post: Posts a vote at a boundary together with other numbers to sum.
+        """
+        return JointDecision(self.world_group, self.stop_lag, post)
+
+    def outlives(self, failure: Failure) -> bool:
+        """Returns whether this rank goes on behind another one's failure; called on a thread."""
+        return False
 
     @property
     def guard(self) -> RunGuard:

@@ -129,8 +129,7 @@ class RunSetup(LayoutFreeCheckpoints):
             ),
             stop_training_together(
                 trainer,
-                self.world_group,
-                lag=self.stop_lag,
+                self.joint_decision,
                 post=self.guard.post_vote,
                 end_batch=self.end_batch,
             ),

@@ -5,15 +5,18 @@ Each check raises ``ValueError``. Arguments are those of the strategy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from inspect import signature
-from typing import get_args
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_dist.engine.common.gather import gather_objects
@@ -22,6 +25,8 @@ from lightning_dist.engine.data_parallel.ddp_options import Compression
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
 from lightning_dist.engine.tensors.dtensor import is_dtensor
+from lightning_dist.strategies.base.model_checks import check_optimizers
+from lightning_dist.strategies.base.precision_plugin import half_precision_of
 
 
 def check_arguments(
@@ -177,4 +182,62 @@ def check_whole(module: nn.Module) -> None:
             "The module is sharded already, by an earlier Trainer's strategy, and this one computes"
             " with whole parameters. Give both Trainers the same strategy, or load a checkpoint of"
             " the module into a new one."
+        )
+
+
+def check_served_module(module: pl.LightningModule, mode: str, *, has_layer_sync: bool) -> None:
+    """Checks that workers can train a module with weights from servers."""
+    if not module.automatic_optimization:
+        raise ValueError(
+            "automatic_optimization=False does not go with ParameterServerStrategy: servers step,"
+            " once for each batch of a worker. Use automatic optimization, or DDPStrategy."
+        )
+    sparse = [n for n, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    if sparse:
+        raise ValueError(
+            f"{some_names(sparse)} has sparse gradients, and servers take dense ones. Pass"
+            " sparse=False."
+        )
+    if mode != "sync" and (
+        has_layer_sync or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+    ):
+        raise ValueError(
+            f"Synchronised BatchNorm does not go with mode={mode!r}: its forward waits for all"
+            " ranks. Leave sync_batchnorm out, or use mode='sync'."
+        )
+
+
+def check_served_optimizers(optimizers: Sequence[Optimizer], num_servers: int) -> None:
+    """Checks that there is one optimizer whose parameters can be shared out."""
+    check_optimizers(optimizers)
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"ParameterServerStrategy needs one optimizer, and `configure_optimizers` returns"
+            f" {len(optimizers)}. Put all parameters into groups of one."
+        )
+    count = len({p for group in optimizers[0].param_groups for p in group["params"]})
+    if num_servers > count:
+        raise ValueError(
+            f"num_servers={num_servers} are more than the optimizer's {count} parameters, and a"
+            f" server has whole tensors. Pass num_servers={max(count, 1)} or fewer."
+        )
+
+
+def check_no_loss_scale(plugin: Precision) -> None:
+    """Checks that no step is left out, of which servers would not know."""
+    half = half_precision_of(plugin)
+    has_scale = half is not None and half.loss_scale is not None
+    if has_scale or getattr(plugin, "scaler", None) is not None:
+        raise ValueError(
+            "fp16 with a loss scale leaves out steps whose gradients overflow, of which servers do"
+            " not know. Use bf16, or DDPStrategy."
+        )
+
+
+def check_servers_agree(optimizer: Optimizer, values: Sequence[list[dict[str, Any]]]) -> None:
+    """Checks that values which an optimizer keeps in its groups are alike on all servers."""
+    if any(other != values[0] for other in values):
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps one estimate for all parameters, and servers have"
+            f" come to different ones: {list(values)}. Pass num_servers=1."
         )

@@ -13,6 +13,7 @@ from lightning_dist import (
     FSDPStrategy,
     MeshStrategy,
     OuterOptimizer,
+    ParameterServerStrategy,
     PipelineStrategy,
     TensorParallelStrategy,
 )
@@ -30,6 +31,7 @@ class Entry:
     is_typical: bool = (
         False  # whether it goes through the long tests, of hooks, logs and tasks, too
     )
+    averages_behind_hooks: bool = False  # whether a rank sees, and clips, its own gradient
 
 
 PLAN = {"model.*.linear": "colwise_gather"}
@@ -52,6 +54,9 @@ ENTRIES: dict[str, Entry] = {
     # Replicas that step by themselves train otherwise: theirs is an endless warm-up.
     "ddp-2-diloco": Entry(
         2, 2, partial(DDPStrategy, sync_every=4, outer=OuterOptimizer(), sync_warmup_steps=1000)
+    ),
+    "server-2": Entry(
+        2, 2, partial(ParameterServerStrategy, num_servers=2), averages_behind_hooks=True
     ),
     "fsdp-2": Entry(2, 2, FSDPStrategy, is_typical=True),
     "fsdp-4": Entry(4, 4, partial(FSDPStrategy, shard="optimizer")),

@@ -51,13 +51,13 @@ class RunGuard:
     Args:
         trainer: The trainer of the run; it must not have registered its signal handlers yet.
         ring_group: A gloo group of all ranks whose timeout never comes.
-        stop_group: Another gloo group of all ranks.
-        stop_lag: By how many batches one rank can be ahead of another.
+        stop: This rank's part in the decision to stop.
         interrupt: Raises an error in this rank's main thread, where it waits for another rank.
         is_stop_due: Whether to ask for a stop at the first batch boundary.
         notes: The notes of all ranks.
         steps_are_local: Whether an exception in a step leaves no other rank inside of that step.
         timeout_seconds: Seconds that ranks wait for a rank that does not answer.
+        outlives: Returns whether this rank goes on behind another one's failure.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class RunGuard:
         trainer: pl.Trainer,
         *,
         ring_group: dist.ProcessGroup,
-        stop_group: dist.ProcessGroup,
-        stop_lag: int,
+        stop: StopAgreement,
         interrupt: Callable[[BaseException], None],
         is_stop_due: bool,
         notes: RankNotes,
         steps_are_local: bool,
         timeout_seconds: float,
+        outlives: Callable[[Failure], bool],
     ) -> None:
         self._trainer = trainer
         self._rank = dist.get_rank()
@@ -79,6 +79,7 @@ class RunGuard:
         self._notes = notes
         self._steps_are_local = steps_are_local
         self._timeout_seconds = timeout_seconds
+        self._outlives = outlives
         self._failed = threading.Event()
         self._closed = threading.Event()
         self._own_failure: Failure | None = None
@@ -88,7 +89,7 @@ class RunGuard:
         self._has_stopped = False
         self._has_boundaries = False
         self._file_work = ""
-        self._stop = StopAgreement(stop_group, stop_lag)
+        self._stop = stop
         terminate = partial(self._stop.request, StopReason.TERMINATE)
         if is_stop_due:
             terminate()
@@ -302,6 +303,9 @@ class RunGuard:
         print(f"[rank {self._rank}] {text}", file=sys.stderr, flush=True)
 
     def _on_peer_failure(self, failure: Failure) -> None:
+        if self._outlives(failure):
+            print(f"[rank {self._rank}] {failure}. Going on.", file=sys.stderr, flush=True)
+            return
         _end_unanswering(failure)
         was_known = self._failed.is_set()
         self._peers_failure = failure

@@ -76,9 +76,8 @@ def stop_evaluations_together(
 
 def stop_training_together(
     trainer: pl.Trainer,
-    group: dist.ProcessGroup,
+    joint: Callable[..., JointDecision],
     *,
-    lag: int,
     post: Callable[[int], Posted],
     end_batch: Callable[[], None],
 ) -> Undo:
@@ -90,12 +89,11 @@ def stop_training_together(
 
     Args:
         trainer: The trainer, set up to fit.
-        group: A gloo group of all ranks.
-        lag: By how many batches one rank can be ahead of another.
+        joint: Creates this rank's part in a recurring decision. Collective.
         post: Posts a vote behind a batch, together with the vote before the next batch.
         end_batch: Called after each training batch, before a validation.
     """
-    stop = JointDecision(group, lag, post)
+    stop = joint(post)
 
     def decide() -> None:
         end_batch()
@@ -115,7 +113,7 @@ def stop_training_together(
     undo.callback(_surround(epochs, "on_advance_end", after=settle))
     module = trainer.lightning_module
     if is_overridden("on_train_batch_start", module):
-        skip = JointDecision(group, lag)
+        skip = joint()
         own = module.on_train_batch_start
 
         @wraps(own)
@@ -126,7 +124,7 @@ def stop_training_together(
         undo.callback(replace_method(module, "on_train_batch_start", on_train_batch_start))
         undo.callback(_surround(epochs, "on_advance_end", before=skip.forget))
     if lightning_internals.validates_by_the_clock(trainer):
-        validate = JointDecision(group, lag)
+        validate = joint()
         undo.callback(lightning_internals.change_validation_due(trainer, validate.at_boundary))
     return undo.close
 

@@ -91,8 +91,8 @@ PAIRS = [
     ("pipeline-1f1b-4", "fsdp-2x2"),
     ("ddp-2-static", "ddp-2-buckets"),
     ("fsdp-2-microsteps", "fsdp-2-recompute"),
-    ("pp-2-replicate-2", "pp-2-shard-2"),
     ("ddp-2-topk", "ddp-2-diloco"),
+    ("pp-2-replicate-2", "server-2"),
 ]
 
 

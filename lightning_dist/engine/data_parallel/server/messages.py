@@ -1,0 +1,118 @@
+"""What the user chooses of a parameter server, and the messages between workers and servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from lightning_dist.engine.common.names import check_count, check_positive
+
+ServerMode = Literal["sync", "async", "bounded"]
+Compensation = Literal["none", "dc-asgd"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How servers treat what is pushed.
+
+    Attributes:
+        mode: ``"sync"`` steps on the mean of all workers' gradients, ``"async"`` on each gradient
+            as it comes, and ``"bounded"`` too, within ``max_staleness``.
+        max_staleness: Updates that a worker may be ahead of the slowest one; only if bounded.
+        num_servers: Number of servers, which the first ranks hold.
+        compensation: Correction of a gradient for the updates that it does not know.
+        compensation_strength: The factor of the correction.
+        record_arrivals: Whether servers note what came and what was sent, in order.
+
+    Raises:
+        ValueError: A value is unknown or out of range, or does not go with the mode.
+    """
+
+    mode: ServerMode = "sync"
+    max_staleness: int | None = None
+    num_servers: int = 1
+    compensation: Compensation = "none"
+    compensation_strength: float = 0.04
+    record_arrivals: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        if self.mode not in get_args(ServerMode):
+            raise ValueError(f"mode={self.mode!r} is unknown; use one of {get_args(ServerMode)}.")
+        check_count("num_servers", self.num_servers)
+        if (self.mode == "bounded") != (self.max_staleness is not None):
+            raise ValueError(
+                f"mode={self.mode!r} with max_staleness={self.max_staleness}: the bound goes with"
+                " mode='bounded', which needs one. Pass both, such as max_staleness=2, or neither."
+            )
+        if self.max_staleness is not None:
+            check_count("max_staleness", self.max_staleness, at_least=0)
+        if self.compensation not in get_args(Compensation):
+            raise ValueError(
+                f"compensation={self.compensation!r} is unknown; use one of"
+                f" {get_args(Compensation)}."
+            )
+        check_positive("compensation_strength", self.compensation_strength)
+        if self.mode == "sync" and self.compensation != "none":
+            raise ValueError(
+                f"compensation={self.compensation!r} has nothing to correct with mode='sync', whose"
+                " gradients know all updates. Leave it out, or take mode='async' or 'bounded'."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A worker's gradients for one server.
+
+    Attributes:
+        gradients: One for each parameter of the server's shard; None where a step left it out.
+        groups: The values of the worker's parameter groups, such as learning rates.
+        asked: Numbers of the decisions that this worker asks all workers for.
+    """
+
+    gradients: list[Tensor | None]
+    groups: list[dict[str, Any]]
+    asked: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """A worker waits for all workers.
+
+    Attributes:
+        drains: Whether the newest weights are sent, and pushes wait until the server opens again.
+    """
+
+    drains: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A server's answer.
+
+    Attributes:
+        weights: Those of the server's shard; none behind a plain meeting.
+        due: For each decision, the number of updates behind which a worker obeys it.
+        living: The workers that are left.
+        failure: Why the server cannot go on.
+    """
+
+    weights: list[Tensor]
+    due: dict[int, int] = field(default_factory=dict)
+    living: tuple[int, ...] = ()
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A line in a server's record.
+
+    Attributes:
+        kind: Whether the worker's gradients have come, or the weights were sent to it.
+        worker: Its rank.
+    """
+
+    kind: Literal["push", "pull"]
+    worker: int

@@ -1,0 +1,386 @@
+"""A parameter server: workers push gradients to servers, which step, and pull weights from them.
+
+Each rank runs Lightning's ``fit`` and is a worker, with its share of the data as under DDP. The
+first ranks are servers too, in threads of their worker's process. A process that only served would
+have to go through Lightning's loops, hooks and collectives all the same. The optimizer's step is at
+the server, so only servers have its state. Where workers share no step, they share no collective
+in one either: what they must agree on travels with what they push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.engine.common.environment import EnvironmentCheck
+from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
+from lightning_dist.engine.common.table import format_count
+from lightning_dist.engine.comms.failures.peer_failure import Failure
+from lightning_dist.engine.comms.votes import JointDecision, Posted, StopAgreement
+from lightning_dist.engine.data_parallel.replicas import broadcast_state
+from lightning_dist.engine.data_parallel.server.messages import (
+    Arrival,
+    Compensation,
+    ServerMode,
+    ServerOptions,
+)
+from lightning_dist.engine.data_parallel.server.session import ServerSession, merge_states
+from lightning_dist.engine.data_parallel.server.shard import ShardOptimizer
+from lightning_dist.engine.data_parallel.server.stops import Decisions, ServerDecision, ServerStop
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
+from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.metrics import reduce_metrics_over
+from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
+from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
+
+_NEVER = timedelta(days=365)
+
+
+class ParameterServerStrategy(DataParallelStrategy):
+    """Trains workers on shares of the data, with weights and optimizer at servers.
+
+    A gradient is clipped by its worker. The learning rate of an update is that of the worker whose
+    gradient it is.
+
+    Args:
+        mode: ``"sync"`` steps on the mean of all workers' gradients, as DDP does. ``"async"``
+            steps on each gradient as it comes. ``"bounded"`` does so within ``max_staleness``
+            (stale synchronous parallel).
+        max_staleness: Updates that a worker may be ahead of the slowest one, with ``"bounded"``.
+        num_servers: Number of servers, on the first ranks. Each has whole tensors, and about as
+            many elements as the others.
+        compensation: ``"dc-asgd"`` corrects a gradient for the updates since its worker's pull, by
+            ``strength * gradient ** 2 * (present - pulled weights)``. A server then remembers what
+            it has sent to each worker.
+        compensation_strength: The strength of that.
+        record_arrivals: Whether servers note the order of pushes and pulls; see :attr:`arrivals`.
+        timeout_s: Seconds that a rank waits for another before it gives up.
+        save_full: Write one ordinary ``.ckpt`` file, as None does too, or else a directory.
+        async_save: Whether a thread writes checkpoints, from a copy in host memory, while training
+            goes on.
+        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
+        checkpoint_io, precision_plugin: As for any Lightning strategy.
+        process_group_backend: Backend of the first broadcast of the weights; None takes the
+            device's own. Gradients and weights travel over gloo.
+        start_method: Only ``"popen"``, which runs the script once per device.
+        check_environment: What to do at the start if hosts have other versions, variables or
+            scripts: ``"warn"``, ``"error"`` or ``"off"``.
+
+    Raises:
+        ValueError: An argument is unknown, out of range, or does not go with another one.
+    """
+
+    def __init__(
+        self,
+        mode: ServerMode = "sync",
+        max_staleness: int | None = None,
+        num_servers: int = 1,
+        compensation: Compensation = "none",
+        compensation_strength: float = 0.04,
+        record_arrivals: bool = False,
+        timeout_s: float = 1800.0,
+        save_full: bool | None = None,
+        async_save: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        start_method: StartMethod = "popen",
+        check_environment: EnvironmentCheck = "warn",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout_s=timeout_s,
+            start_method=start_method,
+            check_environment=check_environment,
+            save_full=save_full,
+            async_save=async_save,
+        )
+        self._options = ServerOptions(
+            mode,
+            max_staleness,
+            num_servers,
+            compensation,
+            compensation_strength,
+            record_arrivals,
+        )
+        self._decisions = Decisions()
+        self._session: ServerSession | None = None  # while a fit is set up
+        self._shard: ShardOptimizer | None = None  # a script may save it behind the run
+        self._arrivals: Sequence[Arrival] = ()
+        self._has_servers = False
+        self._living: tuple[int, ...] = ()  # if workers were lost
+        self._survivors: dict[tuple[str, str], dist.ProcessGroup] = {}
+
+    @override
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        servers = self._options.num_servers
+        if servers > world_size:
+            raise ValueError(
+                f"num_servers={servers} does not fit {world_size} ranks: a server is on a worker's"
+                f" rank. Pass num_servers={world_size} or fewer."
+            )
+        return MeshShape(dp_replicate=world_size)
+
+    @property
+    def arrivals(self) -> tuple[Arrival, ...]:
+        """What came to this rank's server and was sent by it, in order, if it is recorded."""
+        return tuple(self._arrivals)
+
+    @property
+    def _shares_steps(self) -> bool:
+        """Whether each step ties all ranks."""
+        return self._options.mode == "sync"
+
+    @override
+    def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:
+        return None
+
+    # --- setup and teardown ------------------------------------------------------------------
+
+    @override
+    def check_run(self, trainer: pl.Trainer) -> None:
+        checks.check_whole(self.module)
+        checks.check_module(self.module, self.group(*self.mesh.sizes))
+        if self.is_fitting:
+            mode, has_sync = self._options.mode, self._layer_sync is not None
+            checks.check_served_module(self.module, mode, has_layer_sync=has_sync)
+
+    @override
+    def place_model(self, trainer: pl.Trainer) -> None:
+        self.model = self.precision_plugin.convert_module(self.module)
+        if self.is_fitting:
+            self.synchronise_layers()
+            if self._layer_sync is not None:
+                self._undo += (partial(self._layer_sync.revert, self.module),)
+        self.model_to_device()
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        broadcast_state(tensors, self.device_group(*DATA_AXES))
+
+    @override
+    def print_summary(self) -> None:
+        options, number = self._options, sum(p.numel() for p in self.module.parameters())
+        bound = f", at most {options.max_staleness} updates apart" if options.max_staleness else ""
+        rank_zero_info(
+            f"Parameter server, {options.mode}: {self.world_size} workers{bound};"
+            f" {options.num_servers} of these ranks serve {format_count(number)} parameters."
+        )
+        self.explain_batch_statistics()
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        checks.check_served_optimizers(self.optimizers, self._options.num_servers)
+
+    @override
+    def open_session(self, trainer: pl.Trainer) -> None:
+        if not self.is_fitting:
+            return
+        checks.check_no_loss_scale(self.precision_plugin)
+        self._living, self._survivors = tuple(range(self.world_size)), {}
+        there, back = (
+            self.group(*self.mesh.sizes, purpose=purpose, timeout=_NEVER)
+            for purpose in ("push", "pull")
+        )
+        (optimizer,) = self.optimizers
+        timeout, device = self.timeout_seconds, self.root_device
+        self._session = ServerSession(
+            self._options, optimizer, (there, back), device, timeout, self._decisions
+        )
+        server = self._session.server
+        self._arrivals = () if server is None else server.arrivals
+        self._shard, self._has_servers = self._session.shard, True
+
+    @override
+    def close_session(self) -> None:
+        super().close_session()
+        if self._session is not None:
+            self._session.close(failed=not self.is_running)
+        self._session = None
+
+    @override
+    def interrupt(self, error: BaseException) -> None:
+        if self._session is not None:
+            self._session.interrupt(error)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._session is not None:  # behind the hooks that change weights
+            self._session.open()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.seed_data_rank(reading=False)
+        with self.precision_plugin.train_step_context():
+            return self.module.training_step(*args, **kwargs)
+
+    @override
+    def update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
+    ) -> Any:
+        session = self._session
+        if session is None:  # behind a run
+            return apply()
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            with torch.enable_grad():
+                loss = None if closure is None else closure()
+            session.worker.push(optimizer)
+            lightning_internals.mark_optimizer_called(optimizer)
+            return loss
+
+        undo = replace_method(optimizer, "step", step)
+        try:
+            return apply()
+        finally:
+            undo()
+
+    @override
+    def drain(self) -> None:
+        """Takes the newest weights and buffers. Collective: every rank must call it.
+
+        Validation, checkpoints, and the ends of epochs and of training call it by themselves.
+        """
+        if self._session is None:
+            return
+        self.check_peers()
+        if self.is_running and self._session.worker.is_open:
+            self._session.worker.drain()
+            self.share_buffers()
+
+    @override
+    def end_epoch(self) -> None:
+        super().end_epoch()
+        self.drain()
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
+        if not self._has_servers:
+            return state
+        parts: list[Any] = [None if self._shard is None else self._shard.state(optimizer)]
+        if dist.is_initialized() and self.is_running:
+            group = self.world_group
+            gathered = [None] * dist.get_world_size(group) if self.is_global_zero else None
+            dist.gather_object(parts[0], gathered, dst=0, group=group)
+            parts = gathered or []
+        served = [part for part in parts if part is not None]
+        if not served:
+            return state
+        checks.check_servers_agree(optimizer, [values for _, values in served])
+        return merge_states(served, state)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._session is not None:
+            self._session.reload()
+
+    # --- agreement without a collective in a step --------------------------------------------
+
+    @override
+    def stop_agreement(self) -> StopAgreement:
+        if self._shares_steps or not self.is_fitting:
+            return super().stop_agreement()
+        self._decisions = Decisions()
+        return ServerStop(self._decisions, self.world_group)
+
+    @override
+    def joint_decision(self, post: Callable[[int], Posted] | None = None) -> JointDecision:
+        if self._shares_steps:
+            return super().joint_decision(post)
+        is_any = partial(self.reduce_boolean_decision, all=False)
+        return ServerDecision(self._decisions, self.world_group, is_any)
+
+    @override
+    def _check_lengths(self) -> None:
+        super()._check_lengths()
+        if not self._shares_steps and self._has_unknown_length:
+            raise ValueError(
+                f"mode={self._options.mode!r} needs training loaders of known length: workers that"
+                " share no step cannot tell each other that data has ended. Define `__len__` on"
+                " the dataset, or use mode='sync'."
+            )
+
+    # --- workers that are lost ---------------------------------------------------------------
+
+    @override
+    def outlives(self, failure: Failure) -> bool:
+        is_lost = not failure.details and failure.unanswering is None
+        is_server = failure.rank < self._options.num_servers or self._session is None
+        return self._options.mode == "async" and is_lost and not is_server
+
+    @override
+    def check_peers(self) -> None:
+        super().check_peers()
+        if self._session is None or self._shares_steps or not self.is_running:
+            return
+        living = self._session.worker.meet()
+        if living != self._living:
+            self._living, self._survivors, self._lengths = living, {}, None
+            self._undo += (reduce_metrics_over(self.module, self.world_group),)
+
+    @override
+    def reduce(
+        self,
+        tensor: Tensor | Any,
+        group: Any | None = None,
+        reduce_op: ReduceOp | str | None = "mean",
+    ) -> Tensor | Any:
+        self.check_peers()
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        self.check_peers()
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def _group(
+        self, backend: str, axes: tuple[str, ...], purpose: str, timeout: timedelta | None = None
+    ) -> dist.ProcessGroup:
+        is_alone = all(self.mesh.sizes[axis] == 1 for axis in axes)
+        if is_alone or len(self._living) in (0, self.world_size):
+            return super()._group(backend, axes, purpose, timeout)
+        key = backend, purpose
+        if key not in self._survivors:
+            timeout = timeout or timedelta(seconds=self.timeout_seconds)
+            self._survivors[key] = dist.new_group(
+                list(self._living), timeout, backend, use_local_synchronization=True
+            )
+        return self._survivors[key]
+
+    @override
+    def end_run(self, *, failed: bool) -> None:
+        has_lost = len(self._living) not in (0, self.world_size)
+        super().end_run(failed=failed or has_lost)
