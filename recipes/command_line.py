@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
@@ -50,8 +52,12 @@ class RecipeCLI(LightningCLI):
             )
 
 
-def run() -> None:
-    """Runs the command line of this process."""
+def run(callbacks: Sequence[L.Callback] = ()) -> None:
+    """Runs the command line of this process.
+
+    Args:
+        callbacks: Further callbacks of the trainer.
+    """
     RecipeCLI(
         L.LightningModule,
         L.LightningDataModule,
@@ -59,5 +65,6 @@ def run() -> None:
         subclass_mode_data=True,
         seed_everything_default=42,
         save_config_kwargs={"overwrite": True},
+        trainer_defaults={"callbacks": [*callbacks]},
         auto_configure_optimizers=False,
     )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from typing_extensions import override
 
 import lightning_dist
@@ -22,55 +19,14 @@ from lightning_dist.plotting import plot_timeline
 from lightning_dist.plotting.chrome_trace import write_chrome_trace
 from recipes.baselines import bigram_bits_per_byte, unigram_bits_per_byte
 from recipes.text import TextDataModule
+from recipes.throughput import Throughput
 
 _DRAWN_FORWARDS = 24
 _PIPELINED = (lightning_dist.PipelineStrategy, lightning_dist.MeshStrategy)
 
 
-class RunSummary(L.Callback):
+class RunSummary(Throughput):
     """Prints validation loss beside its baselines, speed, bubble, stash, and written files."""
-
-    def __init__(self) -> None:
-        self._training_seconds = 0.0
-        self._tokens = 0
-        self._clock_start: float | None = None
-
-    @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._training_seconds, self._tokens, self._clock_start = 0.0, 0, None
-
-    @override
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        # The clock runs on until the next validation, so that the time between batches counts:
-        # fetching data, and a pipeline's draining.
-        if self._clock_start is None:
-            self._clock_start = time.perf_counter()
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: tuple[Tensor, Tensor],
-        batch_idx: int,
-    ) -> None:
-        self._tokens += batch[0].numel()
-
-    @override
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._stop_clock()
-
-    @override
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._stop_clock()
-
-    def _stop_clock(self) -> None:
-        if self._clock_start is not None:
-            self._training_seconds += time.perf_counter() - self._clock_start
-            self._clock_start = None
 
     @override
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -106,11 +62,8 @@ class RunSummary(L.Callback):
         ]
 
     def _speed(self, trainer: L.Trainer) -> list[tuple[str, str]]:
-        if not self._training_seconds:
-            return []
-        replicas = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
-        rate = self._tokens * replicas["num_replicas"] / self._training_seconds
-        return [("throughput", f"{rate:,.0f} tokens per second")]
+        rate = self.tokens_per_second(trainer)
+        return [] if rate is None else [("throughput", f"{rate:,.0f} tokens per second")]
 
 
 def print_table(rows: Iterable[tuple[str, str]], section_ends: Iterable[str] = ()) -> None:

@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_dist.engine.schedules.timeline import Timeline
-from recipes import run_summary
+from recipes import run_summary, throughput
 from recipes.gpt import GPT
 from recipes.run_summary import RunSummary
 from recipes.text import TextDataModule
+from recipes.throughput import Throughput
 
 
 def test_the_table_of_a_run_on_one_device(
@@ -63,7 +64,7 @@ def test_the_verdict(bits: float, verdict: str) -> None:
 
 def test_throughput_counts_all_but_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(run_summary, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now))
     summary, trainer, module = RunSummary(), L.Trainer(logger=False, accelerator="cpu"), GPT()
     batch = (torch.zeros(2, 5), torch.zeros(2, 5))
     summary.on_train_start(trainer, module)
@@ -78,6 +79,20 @@ def test_throughput_counts_all_but_validation(monkeypatch: pytest.MonkeyPatch) -
     assert summary._speed(trainer) == [("throughput", "2 tokens per second")]  # 20 in 8 s
     summary.on_train_start(trainer, module)
     assert summary._speed(trainer) == []
+
+
+def test_the_first_batches_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now))
+    clock, trainer = Throughput(skipped_batches=1), L.Trainer(logger=False, accelerator="cpu")
+    module, batch = GPT(), (torch.zeros(2, 5), torch.zeros(2, 5))
+    clock.on_train_start(trainer, module)
+    for index in range(3):
+        clock.on_train_batch_start(trainer, module, batch, index)
+        now += 9.0 if index == 0 else 1.0
+        clock.on_train_batch_end(trainer, module, None, batch, index)
+    clock.on_train_end(trainer, module)
+    assert clock.tokens_per_second(trainer) == 10
 
 
 def test_a_run_without_matplotlib_keeps_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
