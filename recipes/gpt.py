@@ -36,17 +36,51 @@ class Embedding(nn.Module):
         return embedded
 
 
+class KeyValueCache:
+    """Keys and values of the positions that one attention has seen, for ``(B, T)`` tokens.
+
+    Args:
+        num_positions: Most positions.
+
+    Attributes:
+        length: Positions so far.
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        self.length = 0
+        self._num_positions = num_positions
+        self._pair: tuple[Tensor, Tensor] | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds ``(B, H, T, D)`` each, and returns those of all positions so far."""
+        if self._pair is None:  # under tensor parallelism the heads are this rank's own
+            batch, heads, _, size = keys.shape
+            shape = (batch, heads, self._num_positions, size)
+            self._pair = keys.new_empty(shape), values.new_empty(shape)
+        end = self.length + keys.shape[2]
+        for held, new in zip(self._pair, (keys, values), strict=True):
+            held[:, :, self.length : end] = new
+        self.length = end
+        held_keys, held_values = self._pair
+        return held_keys[:, :, :end], held_values[:, :, :end]
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions.
 
     Args:
         width: Size of the vectors.
         num_heads: Heads; must divide the width into even parts.
+
+    Attributes:
+        cache: The positions before those of the input, to which the input's are added; None for
+            none, in training. An input behind others is one position long.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.cache: KeyValueCache | None = None
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
@@ -55,16 +89,24 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.num_heads, -1)  # (B, T, 3, H, D)
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
-        mixed = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        past = 0 if self.cache is None else self.cache.length
+        q, k = _rotate(q, past), _rotate(k, past)
+        if self.cache is not None:
+            k, v = self.cache.extend(k, v)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=past == 0)
         merged: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return merged
 
 
-def _rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
-    """Turns each pair of features by an angle that grows with the position; ``(B, H, T, D)``."""
+def _rotate(x: Tensor, past: int, base: float = 10_000.0) -> Tensor:
+    """Turns each pair of features by an angle that grows with the position; ``(B, H, T, D)``.
+
+    ``past`` is the number of positions before the first.
+    """
     length, size = x.shape[-2:]
     frequencies = base ** (-torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / size)
-    angles = torch.arange(length, device=x.device)[:, None] * frequencies  # (T, D / 2)
+    positions = torch.arange(past, past + length, device=x.device)
+    angles = positions[:, None] * frequencies  # (T, D / 2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)

@@ -164,8 +164,12 @@ def test_torch_export_takes_batches_of_any_size(tmp_path: Path) -> None:
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(GPT(**SIZES), tmp_path / "in.ckpt", "file")
     other = write(Tied(), tmp_path / "other.ckpt", "shards")
-    target = tmp_path / "out"
+    target, text = tmp_path / "out", tmp_path / "text.ckpt"
     target.write_text("precious")
+    text.write_text("no checkpoint at all" * 99)
+    tensor, unsafe = tmp_path / "tensor.ckpt", tmp_path / "unsafe.ckpt"
+    torch.save(torch.ones(1), tensor)
+    torch.save({"state_dict": {}, "hyper_parameters": {"where": Path()}}, unsafe)
     kind = ("--format", "safetensors")
     assert "add --force" in refusal(capsys, source, target, *kind)
     forced = (target, "--force", *kind)
@@ -175,7 +179,10 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "begins with --prefix 'net.'": (source, *forced, "--prefix", "net."),
         "another model than GPT": (other, "--unpickle", *checked),
         "has no attribute 'Other'": (source, *forced, "--module", "recipes.gpt:Other"),
-        "no checkpoint": (tmp_path / "none.ckpt", *forced),
+        "nor a directory": (tmp_path / "none.ckpt", *forced),
+        "is no checkpoint, or": (text, *forced),
+        "has no 'state_dict'": (tensor, *forced),
+        "holds other objects": (unsafe, *forced),
         "needs --config": (source, target, "--force", "--format", "hf"),
         "needs --example": (source, *forced[:-1], "onnx", "--module", "recipes.gpt:GPT"),
     }

@@ -45,7 +45,7 @@ def load_mapped(
     if is_sharded(path):
         checkpoint = _join(path, scratch, weights_only)
     elif is_local(path) and (file := directory.resolve(path)).is_file():
-        checkpoint = torch.load(file, map_location="cpu", weights_only=weights_only, mmap=True)
+        checkpoint = _map_file(file, weights_only)
     else:
         checkpoint = load_full(path, weights_only=weights_only)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
@@ -54,6 +54,16 @@ def load_mapped(
 
 
 _LEFT_OUT = (SECTIONS.keys() | OPTIMIZERS) - {"state_dict"}
+
+
+def _map_file(file: Path, weights_only: bool | None) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{file} is no checkpoint, or torch wrote it in the format that it had before 1.6:"
+            f" {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _join(path: str | os.PathLike[str], scratch: Path, weights_only: bool | None) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""Whole predictions from ``trainer.predict``, under any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from typing_extensions import override
+
+from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.strategies.base.rank_view import view_of
+
+
+class GatherPredictions(BasePredictionWriter):
+    """Makes ``trainer.predict`` return all predictions, in the order of the data set.
+
+    Each rank returns the same as one device: a list with one entry, in which the predictions of all
+    batches are joined; with several loaders a list of such lists. A sample that a sampler repeats
+    is there once. The whole predictions must fit into each rank's memory.
+
+    ``predict_step`` returns a tensor with a row for each sample, a list with an entry for each
+    sample, or a tuple or mapping of these. ``return_predictions=False`` leaves the callback out.
+
+    Raises:
+        ValueError: Replicas read a loader that does not say which samples a batch has, or
+            predictions cannot be joined.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("epoch")
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loaders = trainer.predict_dataloaders
+        for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+            is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
+            has_indices = getattr(loader, "batch_sampler", None) is not None and not is_iterable
+            if _mesh_of(trainer).data_size > 1 and not has_indices:
+                raise ValueError(
+                    "GatherPredictions cannot order what replicas predict: the batches of a loader"
+                    " have no indices. Use a DataLoader whose data set has a length, or leave out"
+                    " the callback."
+                )
+
+    @override
+    def write_on_epoch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        loop = trainer.predict_loop
+        if not loop.return_predictions:
+            return
+        lists: Any = [predictions] if loop.num_dataloaders == 1 else predictions
+        for batches, indices in zip(lists, batch_indices, strict=True):
+            own = (list(batches), [index for batch in indices for index in batch])
+            parts = _gather(trainer, own)
+            values = [value for part, _ in parts for value in part]
+            if any(value is not None for value in values):
+                positions: dict[int, int] = {}
+                for position, index in enumerate(i for _, found in parts for i in found):
+                    positions.setdefault(index, position)
+                order = [positions[index] for index in sorted(positions)] or None
+                batches[:] = [_join(values, order)]
+
+
+def _mesh_of(trainer: pl.Trainer) -> MeshShape:
+    view = view_of(trainer.strategy)  # other strategies are taken for replicas only
+    return MeshShape(dp_replicate=trainer.world_size) if view is None else view.mesh
+
+
+def _gather(trainer: pl.Trainer, own: Any) -> list[Any]:
+    """Returns the parts of all replicas. Collective: every rank must call it."""
+    mesh, view = _mesh_of(trainer), view_of(trainer.strategy)
+    if mesh.data_size == 1:
+        return [own]  # stages and tensor-parallel ranks have the same predictions
+    group = dist.new_group(backend="gloo") if view is None else view.group_of_all("predictions")
+    place = mesh.coordinates(trainer.global_rank)
+    is_first = place["pp"] == place["tp"] == 0
+    return [part for part in gather_objects(own if is_first else None, group) if part is not None]
+
+
+def _join(values: Sequence[Any], order: list[int] | None) -> Any:
+    """Joins the predictions of batches, and puts the samples in order; None for as they are."""
+    first = values[0]
+    joined: Any
+    if isinstance(first, Mapping):
+        return {key: _join([value[key] for value in values], order) for key in first}
+    if isinstance(first, tuple):
+        parts = [_join(column, order) for column in zip(*values, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    if isinstance(first, Tensor) and all(v.shape[1:] == first.shape[1:] and v.ndim for v in values):
+        joined = torch.cat(list(values))
+    elif isinstance(first, list):
+        joined = [entry for value in values for entry in value]
+    else:
+        found = {str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in values}
+        raise ValueError(
+            f"GatherPredictions cannot join {', '.join(sorted(found))}. Return tensors with a row"
+            " for each sample and else equal shapes, or a list with an entry for each sample."
+        )
+    if order is None:
+        return joined
+    if len(joined) <= max(order):
+        raise ValueError(
+            f"predict_step has returned {len(joined)} rows or entries, and more samples were read."
+            " Return one for each sample."
+        )
+    return joined[torch.tensor(order)] if isinstance(joined, Tensor) else [joined[i] for i in order]
