@@ -113,8 +113,9 @@ class BertClassifier(L.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        matrices = [p for p in self.parameters() if p.ndim >= 2]
-        vectors = [p for p in self.parameters() if p.ndim < 2]
+        trained = [p for p in self.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.ndim >= 2]
+        vectors = [p for p in trained if p.ndim < 2]
         optimizer = torch.optim.AdamW(
             [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
             lr=self.learning_rate,

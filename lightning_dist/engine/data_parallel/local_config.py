@@ -11,7 +11,7 @@ from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
 Wire = Literal["fp32", "bf16"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which the command line's parser does not take
 class LocalConfig:
     """Local SGD, DiLoCo and Streaming DiLoCo, as arguments.
 

@@ -7,7 +7,7 @@ outlive the change. Only the stages are created anew, on the layers that this ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,17 @@ class Repartition:
 
     def __str__(self) -> str:
         """Returns a line that lists the moves."""
-        routes = ", ".join(f"{m.layer_index} (rank {m.source} to {m.target})" for m in self.moves)
+        runs: list[list[Move]] = []
+        for move in self.moves:
+            if runs and runs[-1][-1] == replace(move, layer_index=move.layer_index - 1):
+                runs[-1].append(move)
+            else:
+                runs.append([move])
+        routes = ", ".join(
+            f"{run[0].layer_index}{f' to {run[-1].layer_index}' * (len(run) > 1)}"
+            f" (rank {run[0].source} to {run[0].target})"
+            for run in runs
+        )
         return (
             f"The pipeline has {list(self.layers_per_stage)} layers per stage now. Moved in"
             f" {self.seconds:.2f} s: {routes or 'none between ranks'}."
