@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_dist.engine.tensors.dtensor import shard_like
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which the command line's parser does not take
 class OuterOptimizer:
     """SGD on the outer gradients, as ``torch.optim.SGD`` does it.
 
