@@ -5,6 +5,7 @@ Importing this package registers its strategies' names, so that
 """
 
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
+from lightning_dist.planner import plan
 from lightning_dist.registration import register_strategies
 from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.fsdp import FSDPStrategy
@@ -21,6 +22,7 @@ __all__ = [
     "ParameterServerStrategy",
     "PipelineStrategy",
     "TensorParallelStrategy",
+    "plan",
 ]
 
 register_strategies()

@@ -1,8 +1,9 @@
 """The command line.
 
 ``python -m lightning_dist merge IN OUT.ckpt`` makes one ordinary file of a sharded checkpoint,
-``python -m lightning_dist export IN OUT --format safetensors`` writes its weights for others, and
-``python -m lightning_dist doctor`` checks hosts before a run.
+``python -m lightning_dist export IN OUT --format safetensors`` writes its weights for others,
+``python -m lightning_dist doctor`` checks hosts before a run, and
+``python -m lightning_dist plan`` finds the fastest layout of a module on a machine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from lightning_dist.engine.checkpoint.files import load_full, save_full
 from lightning_dist.engine.checkpoint.metadata import reason_of
 from lightning_dist.export import add_arguments as add_export_arguments
 from lightning_dist.export import run_export
+from lightning_dist.planner import add_arguments as add_plan_arguments
+from lightning_dist.planner import run_plan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     doctor = commands.add_parser("doctor", help="check hosts, links and disks before a run")
     add_arguments(doctor)
     doctor.set_defaults(run=run_doctor)
+    planned = commands.add_parser("plan", help="find the fastest layout of a module on a machine")
+    add_plan_arguments(planned)
+    planned.set_defaults(run=run_plan)
     options = parser.parse_args(arguments)
     code = options.run(parser, options)
     if code:

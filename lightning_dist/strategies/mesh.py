@@ -6,7 +6,9 @@ strategy has all of their arguments.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import lightning.pytorch as pl
 import torch
@@ -24,12 +26,33 @@ from lightning_dist.engine.parallelize.rank_table import gather_rank_table
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.pipeline.measurements import MeasuredStages
 from lightning_dist.engine.planning.dry_run_report import DryRunSummary
+from lightning_dist.engine.planning.search.layout import Layout
+from lightning_dist.engine.planning.search.plan import Plan
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.base.distributed import Read
 from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
+
+
+def arguments_of(layout: Layout) -> dict[str, Any]:
+    """Returns the arguments of :class:`MeshStrategy` for a layout."""
+    pipeline = PipelineConfig(layers=layout.layers)
+    if layout.mesh.pp > 1:
+        pipeline = replace(
+            pipeline,
+            schedule=layout.schedule,
+            num_microbatches=layout.num_microbatches,
+            stages_per_rank=layout.stages_per_rank,
+            partition=list(layout.partition),
+        )
+    again = "full" if layout.recomputes else "none"
+    return {
+        **layout.mesh.sizes,
+        "pipeline": pipeline,
+        "shard": ShardConfig(activation_checkpointing=again),
+    }
 
 
 class MeshStrategy(MeasuredStages, ShardedStrategy):
@@ -116,6 +139,23 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
             read=read,
         )
         self._sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
+
+    @classmethod
+    def from_plan(cls, plan: Plan | str | Path, **arguments: Any) -> Self:
+        """Creates the strategy of a plan.
+
+        Args:
+            plan: A plan of :func:`lightning_dist.plan`, or the path of its YAML file.
+            arguments: Other arguments of the strategy, ``timeout_s`` for example.
+
+        Raises:
+            ValueError: The file holds no plan, or an argument is one of the plan's.
+        """
+        found = plan if isinstance(plan, Plan) else Plan.load(plan)
+        planned = arguments_of(found.layout)
+        if both := sorted(planned.keys() & arguments.keys()):
+            raise ValueError(f"The plan has {both} already. Leave them out, or use MeshStrategy().")
+        return cls(**planned, **arguments)
 
     @override
     def end_training(self) -> None:

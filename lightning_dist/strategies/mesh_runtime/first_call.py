@@ -101,8 +101,8 @@ class FirstCall:
         grad = torch.enable_grad() if name == "training_step" else torch.no_grad()
         try:
             batch = lightning_loaders.to_step(self.trainer, batch, module.device)
-            with watch_call(traced) as seen, _not_logging(module), half, context(), grad:
-                step(*_arguments_of(step, batch, loaders))
+            with watch_call(traced) as seen, not_logging(module), half, context(), grad:
+                step(*arguments_of(step, batch, loaders))
         except Exception as error:
             raise ValueError(
                 f"layers='trace' ran `{name}` on the first batch, ahead of the run, to see what"
@@ -130,14 +130,15 @@ class FirstCall:
 
 
 @contextmanager
-def _not_logging(module: pl.LightningModule) -> Iterator[None]:
+def not_logging(module: pl.LightningModule) -> Iterator[None]:
+    """Returns a context manager in which a module logs nothing."""
     with ExitStack() as undo:
         for name in ("log", "log_dict"):
             undo.callback(replace_method(module, name, lambda *_, **__: None))
         yield
 
 
-def _arguments_of(step: Callable[..., Any], batch: Any, num_loaders: int) -> list[Any]:
+def arguments_of(step: Callable[..., Any], batch: Any, num_loaders: int) -> list[Any]:
     """Returns the arguments that Lightning calls a step with."""
     arguments = [batch]
     if is_param_in_hook_signature(step, "batch_idx", min_args=2):

@@ -56,7 +56,8 @@ class ActivationMeter:
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, nn.Parameter):
             return []
-        parts = ((p.data_ptr(), p.nbytes()) for p in _storages(tensor))
+        # On the meta device no memory has an address, but each has an object of its own.
+        parts = ((p.data_ptr() or p._cdata, p.nbytes()) for p in _storages(tensor))
         return [
             _Claim(self, place, num_bytes)
             for place, num_bytes in parts

@@ -1,0 +1,257 @@
+"""Find the fastest layout of a module on a machine: ``lightning_dist.plan``, as a command too.
+
+The module runs on this process alone, or, for a device of the table, not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml
+
+from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.planning.links import Link
+from lightning_dist.engine.planning.search.machine import DEVICES, Machine
+from lightning_dist.engine.planning.search.plan import Price, Ranking
+from lightning_dist.engine.planning.search.search import Request, search
+from lightning_dist.engine.sharding.deferred_init.api import deferred_init
+from lightning_dist.engine.splitting.cut import skeleton_of
+from lightning_dist.engine.tensors.tree import map_tensors
+from lightning_dist.strategies.mesh_runtime.measure_costs import (
+    Measurement,
+    memory_of,
+    tensor_sizes_of,
+)
+
+_GLOO, _ETHERNET, _FABRIC = Link(50e-6, 2e9), Link(50e-6, 1.25e9), Link(20e-6, 50e9)
+
+
+def plan(
+    module: pl.LightningModule,
+    batch: Any,
+    *,
+    world_size: int,
+    num_hosts: int = 1,
+    memory_gib: float | None = None,
+    global_batch: int | None = None,
+    batch_size: int | None = None,
+    device: str | None = None,
+    efficiency: float = 0.4,
+    within: Link | None = None,
+    between: Link | None = None,
+    processors: float | None = None,
+    overlap: float | None = None,
+    schedules: tuple[str, ...] | None = None,
+    recompute: bool = True,
+    states_per_parameter: int = 2,
+    num_plans: int = 10,
+) -> Ranking:
+    """Finds the fastest layouts of a module, on ranks that need not be there.
+
+    Args:
+        module: The module, as for ``trainer.fit``; not changed.
+        batch: A batch as ``training_step`` gets it. Its samples are the largest micro-batch that is
+            measured.
+        world_size: Number of all ranks.
+        num_hosts: Number of hosts, each with as many ranks.
+        memory_gib: GiB that a rank may use; None takes the device's memory, or on a CPU this
+            host's, divided by the ranks of a host.
+        global_batch: Samples of an update.
+        batch_size: Samples of a loader's batch, in place of ``global_batch``.
+        device: Name of a device of :data:`.machine.DEVICES`, for which operations are counted;
+            None measures time on the module's device.
+        efficiency: Share of the device's speed that the model reaches. Only with ``device``.
+        within: Link between ranks of a host; None takes the device's, or 2 GB/s for a CPU.
+        between: Link of a host; None takes 400 Gbit/s for a device, 10 Gbit/s for a CPU.
+        processors: Ranks of a host that compute at the same time; None for all.
+        overlap: Share of a collective's time in which its rank computes on; None takes 0.9 for a
+            device, 0 for a CPU.
+        schedules: Schedules that are allowed; None allows all synchronous ones.
+        recompute: Whether activations may be computed again.
+        states_per_parameter: Tensors of a parameter's size that the optimizer keeps: 2 for AdamW, 1
+            for momentum, 0 for plain SGD.
+        num_plans: Number of plans that are wanted.
+
+    Returns:
+        The best plans; as text, a table. Give one to :meth:`.MeshStrategy.from_plan`.
+
+    Raises:
+        ValueError: An argument is out of range, no layout has these sizes, or none fits; then the
+            message says by how many bytes.
+    """
+    check_count("world_size", world_size)
+    check_count("num_hosts", num_hosts)
+    if device is not None and device not in DEVICES:
+        raise ValueError(f"device={device!r} is unknown; use one of {list(DEVICES)}, or None.")
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency={efficiency} must be above 0 and at most 1.")
+    is_gpu = device is not None or module.device.type != "cpu"
+    sheet = None if device is None else DEVICES[device]
+    if memory_gib is not None:
+        memory = memory_gib * 2**30
+    elif sheet is not None:
+        memory = sheet.memory_bytes
+    else:
+        memory = memory_of(module.device, max(1, world_size // num_hosts))
+    machine = Machine(
+        world_size,
+        memory,
+        num_hosts=num_hosts,
+        within=within or (_GLOO if sheet is None else sheet.link),
+        between=between or (_FABRIC if is_gpu else _ETHERNET),
+        processors=processors,
+        overlap=(0.9 if is_gpu else 0.0) if overlap is None else overlap,
+    )
+    request = Request(global_batch, batch_size, recompute=recompute, num_plans=num_plans)
+    if schedules is not None:
+        request = replace(request, schedules=tuple(schedules))
+    own = skeleton_of(module)
+    measurement = Measurement(
+        tensor_sizes=tensor_sizes_of(machine), states_per_parameter=states_per_parameter
+    )
+    if sheet is None:
+        module.configure_model()
+        own = module
+        measurement = replace(measurement, device=module.device)
+    else:
+        with deferred_init(only_shapes=True):
+            own.configure_model()
+        batch = map_tensors(lambda tensor: tensor.to("meta"), batch)
+        measurement = replace(
+            measurement,
+            device=torch.device("meta"),
+            flops_per_second=efficiency * sheet.flops_per_second,
+        )
+    return search(measurement.costs(own, batch), machine, request)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command to a parser."""
+    add = parser.add_argument
+    add("--config", metavar="FILE.yaml", help="arguments by name, with _ for -; others go before")
+    add("--module", metavar="PACKAGE:CLASS", help="the LightningModule")
+    add(
+        "--module-args", nargs="*", default=[], metavar="NAME=VALUE", help="arguments of the module"
+    )
+    add("--data", metavar="PACKAGE:CLASS", help="a data module, or a function that returns a batch")
+    add("--data-args", nargs="*", default=[], metavar="NAME=VALUE", help="arguments of the data")
+    add("--world-size", type=int, default=1, help="all ranks (default 1)")
+    add("--hosts", type=int, default=1, help="hosts, each with as many ranks (default 1)")
+    add("--memory-gib", type=float, help="what a rank may use; default: what the device has")
+    add("--global-batch", type=int, help="samples of an update")
+    add("--batch-size", type=int, help="samples of a loader's batch, in place of --global-batch")
+    add("--device", choices=sorted(DEVICES), help="count operations for it; default: measure here")
+    add("--efficiency", type=float, default=0.4, help="share of its speed that is reached")
+    add("--link-gbit", type=float, help="between the ranks of a host")
+    add("--link-us", type=float, default=20.0, help="latency there, in microseconds")
+    add("--host-link-gbit", type=float, help="of a host")
+    add("--host-link-us", type=float, default=20.0, help="latency there, in microseconds")
+    add("--processors", type=float, help="ranks of a host that compute at the same time")
+    add("--overlap", type=float, help="share of a collective's time in which its rank computes")
+    add("--schedules", nargs="+", help="that are allowed; default: all synchronous ones")
+    add("--no-recompute", action="store_true", help="compute no activations again")
+    add(
+        "--states-per-parameter", type=int, default=2, help="2 for AdamW, 1 for momentum, 0 for SGD"
+    )
+    add("--top", type=int, default=10, help="plans to show")
+    add("--price-per-hour", type=float, help="of the whole machine")
+    add("--samples-per-epoch", type=int, help="for the price of an epoch")
+    add("--budget", type=float, help="money to spend: how many steps it buys")
+    add("--out", metavar="FILE.yaml", help="write the best plan, for MeshStrategy.from_plan")
+
+
+def run_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Runs the command, and returns the status to end with."""
+    from lightning_dist.callbacks.output import print_tables  # here, for it imports all callbacks
+
+    try:
+        _read_config(options)
+        price = None
+        if options.price_per_hour is not None:
+            price = Price(options.price_per_hour, options.samples_per_epoch, options.budget)
+        found = _plan_of(options)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print_tables((found.table(price), found.memory_table()))
+    if options.out:
+        found.best.save(options.out)
+        print(f"Wrote {options.out}: MeshStrategy.from_plan({options.out!r})")
+    return 0
+
+
+def _read_config(options: argparse.Namespace) -> None:
+    if options.config is None:
+        return
+    content = yaml.safe_load(Path(options.config).read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not content.keys() <= vars(options).keys():
+        raise ValueError(
+            f"--config {options.config} must have only these keys: {sorted(vars(options))}"
+        )
+    given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in sys.argv}
+    for name, value in content.items():
+        if name not in given:
+            setattr(options, name, value)
+
+
+def _plan_of(options: argparse.Namespace) -> Ranking:
+    if options.module is None or options.data is None:
+        raise ValueError("Give --module PACKAGE:CLASS and --data PACKAGE:CLASS, or --config.")
+    module = _named(options.module)(**_arguments(options.module_args))
+    return plan(
+        module,
+        _batch_of(_named(options.data)(**_arguments(options.data_args))),
+        world_size=options.world_size,
+        num_hosts=options.hosts,
+        memory_gib=options.memory_gib,
+        global_batch=options.global_batch,
+        batch_size=options.batch_size,
+        device=options.device,
+        efficiency=options.efficiency,
+        within=_link(options.link_gbit, options.link_us),
+        between=_link(options.host_link_gbit, options.host_link_us),
+        processors=options.processors,
+        overlap=options.overlap,
+        schedules=options.schedules,
+        recompute=not options.no_recompute,
+        states_per_parameter=options.states_per_parameter,
+        num_plans=options.top,
+    )
+
+
+def _named(name: str) -> Any:
+    package, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(package), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name!r}: {error}. Write PACKAGE:CLASS, like recipes.gpt:GPT.") from None
+
+
+def _arguments(given: Sequence[str] | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return given
+    pairs = (word.partition("=") for word in given)
+    return {name: yaml.safe_load(value) for name, _, value in pairs}
+
+
+def _batch_of(source: Any) -> Any:
+    """Returns the first training batch of a data module, or what a function has returned."""
+    if not isinstance(source, pl.LightningDataModule):
+        return source
+    source.prepare_data()
+    source.setup("fit")
+    return next(iter(source.train_dataloader()))
+
+
+def _link(gigabits: float | None, microseconds: float) -> Link | None:
+    return None if gigabits is None else Link(microseconds * 1e-6, gigabits * 1e9 / 8)

@@ -1,0 +1,269 @@
+"""Measure what a module's layers cost, on one rank that has the whole module.
+
+The user's step runs on parts of one batch, without effect on the module. Its layers are those that
+a pipeline would cut; of a module that cannot be cut, its children. What a step does outside of
+them is the loss. A clock that counts floating point operations in place of time predicts a device
+that is not there, and then the tensors need no values.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from typing_extensions import override
+
+from lightning_dist.engine.common.device_group import finish
+from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
+from lightning_dist.engine.pipeline.microbatch import Loss, batch_size_of, split
+from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
+from lightning_dist.engine.planning.layer_costs import StepCosts
+from lightning_dist.engine.planning.search.machine import Machine
+from lightning_dist.engine.planning.search.model_costs import (
+    MeasuredBatch,
+    ModelCosts,
+    TensorCosts,
+)
+from lightning_dist.engine.profiling.meters.flops import FlopCounter
+from lightning_dist.engine.profiling.meters.memory import ActivationMeter
+from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.timeline import SpanKind
+from lightning_dist.engine.splitting.config import find_batch_statistics
+from lightning_dist.engine.splitting.find_layers import find_layers, refuse_places_outside
+from lightning_dist.engine.splitting.layers import Part
+from lightning_dist.engine.tensor_parallel.apply import check_styles
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
+from lightning_dist.engine.tensors.observers import OperationWatch
+from lightning_dist.engine.tensors.rng import random_state_kept
+from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
+
+_REPEATS = 3
+_LAUNCH_SECONDS = 4e-6  # of an operation on a GPU
+_FEWER = 4  # a measured micro-batch has so many times fewer samples than the next
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How a module is measured.
+
+    Attributes:
+        device: The device of the module and the batch.
+        context: Creates the context manager that a step runs in, of the precision.
+        tensor_sizes: Numbers of tensor-parallel ranks that are wanted.
+        states_per_parameter: Tensors of a parameter's size that the optimizer keeps: 2 for AdamW, 1
+            for momentum, 0 for plain SGD.
+        flops_per_second: Speed of a device that is not there; None measures time.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    tensor_sizes: tuple[int, ...] = ()
+    states_per_parameter: int = 2
+    flops_per_second: float | None = None
+
+    def costs(self, module: pl.LightningModule, batch: Any) -> ModelCosts:
+        """Measures a module on a batch.
+
+        Args:
+            module: The whole module; it is as before afterwards.
+            batch: A batch as a step gets it; its samples are the largest micro-batch.
+
+        Raises:
+            ValueError: The batch has no samples, or the step fails without a Trainer's run.
+        """
+        num_samples = batch_size_of(batch)
+        if not num_samples:
+            raise ValueError("The batch has no samples: give tensors with the samples in dim 0.")
+        parts, can_cut = _find_parts(module)
+        with random_state_kept(self.device), state_kept(module), not_logging(module):
+            statistics = find_batch_statistics(module.train())
+            sizes = [num_samples]
+            while sizes[-1] > 1 and len(sizes) < 3:
+                sizes.append(-(-sizes[-1] // _FEWER))
+            if statistics and num_samples > 1:  # BatchNorm takes no single sample
+                sizes = sorted({max(2, size) for size in sizes}, reverse=True)
+            update = self._update_seconds(module)
+            measured = [self._measure(module, parts, batch, size, update) for size in sizes[::-1]]
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        costs = ModelCosts(
+            tuple(measured),
+            states_per_parameter=self.states_per_parameter,
+            can_cut=can_cut,
+            is_tied=len(names) > len(list(module.parameters())),
+            whole_batches=bool(statistics),
+        )
+        return (
+            costs
+            if not self.tensor_sizes
+            else _with_tensor(costs, module, parts, self.tensor_sizes)
+        )
+
+    def _measure(
+        self,
+        module: pl.LightningModule,
+        parts: Sequence[Part],
+        batch: Any,
+        size: int,
+        update_seconds: float,
+    ) -> MeasuredBatch:
+        whole = batch_size_of(batch) or size
+        micro = split(batch, max(1, whole // size))[0]
+        clock = Recorder(0, self.device)
+        watch: AbstractContextManager[Any] = nullcontext()
+        repeats = _REPEATS
+        if self.flops_per_second is not None:
+            clock = flops = _FlopRecorder(self.flops_per_second)
+            watch, repeats = OperationWatch(flops.count), 0
+        profiler = LayerProfiler(parts, clock)
+        profiler.start()
+        meter = ActivationMeter(p.detach() for p in module.parameters())
+        try:
+            with watch:
+                with meter:
+                    self._step(module, micro.content, clock)
+                if repeats:
+                    profiler.start()  # discards the first, which allocates
+                for _ in range(repeats):
+                    self._step(module, micro.content, clock)
+        except Exception as error:
+            error.add_note(
+                "The planner runs `training_step` on one rank to measure it, outside of a fit."
+            )
+            raise
+        finally:
+            profiler.stop()
+        layers = tuple(profile for _, profile in sorted(profiler.profile().layers.items()))
+        spans = [span for part in clock.stretches().values() for span in part]
+        rest = {}
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            taken = [span.duration_seconds for span in spans if span.action.kind is kind]
+            name = f"{kind.name.lower()}_seconds"
+            in_layers = sum(getattr(layer, name) for layer in layers)
+            rest[f"loss_{name}"] = max(0.0, median(taken[-max(1, repeats) :]) - in_layers)
+        kept = max(0, meter.peak_bytes - sum(layer.activation_bytes for layer in layers))
+        step = StepCosts(layers, update_seconds=update_seconds, **rest)
+        return MeasuredBatch(micro.num_samples, step, kept)
+
+    def _step(self, module: pl.LightningModule, batch: Any, clock: Recorder) -> None:
+        arguments = arguments_of(module.training_step, batch, 1)
+        with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.FORWARD, 0)), self.context():
+            loss = Loss.of(module.training_step(*arguments)).value
+        with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.BACKWARD, 0)):
+            loss.backward()
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    def _update_seconds(self, module: nn.Module) -> float:
+        """Times an optimizer with as many states on copies of the parameters."""
+        if self.flops_per_second is not None:
+            return 0.0  # few operations; they depend on the bandwidth of the memory
+        copies = [p.detach().clone() for p in module.parameters() if p.requires_grad]
+        for copy in copies:
+            copy.grad = torch.zeros_like(copy)
+        if not copies:
+            return 0.0
+        momentum = 0.9 if self.states_per_parameter else 0.0
+        optimizer = AdamW(copies) if self.states_per_parameter > 1 else SGD(copies, 0.1, momentum)
+        taken = []
+        for _ in range(1 + _REPEATS):
+            start = time.perf_counter()
+            optimizer.step()
+            finish(self.device)
+            taken.append(time.perf_counter() - start)
+        return median(taken[1:])
+
+
+class _FlopRecorder(Recorder):
+    """A recorder whose clock is moved by operations: each one's FLOPs, and its launch."""
+
+    def __init__(self, flops_per_second: float) -> None:
+        super().__init__(0, torch.device("cpu"))
+        self._counter = FlopCounter()
+        self._rate = flops_per_second
+        self._num_operations = 0
+
+    def count(self, *operation: Any) -> None:
+        """Counts an operation; see :class:`.OperationWatch`."""
+        self._num_operations += 1
+        self._counter(*operation)
+
+    @override
+    def mark(self) -> float:
+        self._num_operations += 1  # no two marks are alike
+        return self._counter.flops / self._rate + _LAUNCH_SECONDS * self._num_operations
+
+    @override
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
+def tensor_sizes_of(machine: Machine) -> tuple[int, ...]:
+    """Returns the numbers of tensor-parallel ranks to try on a machine: up to 8 of a host."""
+    return tuple(n for n in (2, 4, 8) if machine.ranks_per_host % n == 0)
+
+
+def memory_of(device: torch.device, num_sharers: int) -> float:
+    """Returns the bytes of a GPU, or of a share of this host's memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / num_sharers
+
+
+def _find_parts(module: nn.Module) -> tuple[list[Part], bool]:
+    """Returns the parts of a module's layers, and whether a pipeline can cut there."""
+    try:
+        path, layers = find_layers(module, "auto")
+        refuse_places_outside(module, path, layers.module)
+    except ValueError:
+        trained = [pair for pair in module.named_children() if list(pair[1].parameters())]
+        return [Part(name, child, index) for index, (name, child) in enumerate(trained)], False
+    return layers.parts(), True
+
+
+def _with_tensor(
+    costs: ModelCosts, module: nn.Module, parts: Sequence[Part], sizes: Iterable[int]
+) -> ModelCosts:
+    found = {}
+    for size in sizes:
+        try:
+            styles = find_plan(module, size).styles
+            check_styles(module, styles, size, sequence_parallel=False)
+        except ValueError:
+            continue
+        found[size] = _tensor_costs(costs.batches[-1], module, parts, styles)
+    return replace(costs, tensor=found)
+
+
+def _tensor_costs(
+    batch: MeasuredBatch, module: nn.Module, parts: Sequence[Part], styles: Mapping[str, Style]
+) -> TensorCosts:
+    """Returns the shares of a plan's layers, and their messages.
+
+    A layer that sums over ranks does so forward; the layers before it that take the whole input sum
+    its gradient. Both have the size of what a layer returns.
+    """
+    layers = batch.step.layers
+    sharded = [0.0] * len(layers)
+    sizes = []
+    for name, style in styles.items():
+        part = module.get_submodule(name)
+        index = next((p.layer_index for p in parts if part in p.module.modules()), None)
+        if index is None or not (style.cuts_a_matrix or style is Style.VOCAB):
+            continue
+        sharded[index] += sum(p.nbytes for p in part.parameters())
+        if style is not Style.COLWISE:
+            sizes.append(layers[index].boundary_bytes / batch.num_samples)
+    pairs = zip(sharded, layers, strict=True)
+    shares = tuple(own / max(1, layer.parameter_bytes) for own, layer in pairs)
+    return TensorCosts(shares, 2 * len(sizes), 2.0 * sum(sizes))

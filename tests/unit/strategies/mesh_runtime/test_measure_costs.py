@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.splitting.cut import skeleton_of
+from lightning_dist.engine.tensors.tree import map_tensors
+from lightning_dist.strategies.mesh_runtime.measure_costs import Measurement
+from recipes.gpt import GPT
+
+TOKENS = torch.zeros(4, 16, dtype=torch.int64)
+META = Measurement(device=torch.device("meta"), flops_per_second=1e9, tensor_sizes=(2, 3))
+
+
+class Whole(L.LightningModule):
+    """No sequence, a BatchNorm, and a step that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.num_steps = 0
+
+    def training_step(self, batch: Tensor) -> dict[str, Any]:
+        self.num_steps += 1
+        out = self.last(self.norm(self.first(batch)).relu() + batch)
+        self.log("loss", out.mean())
+        return {"loss": out.square().mean()}
+
+
+def test_a_device_that_is_not_there_counts_operations() -> None:
+    module = skeleton_of(GPT(width=32, depth=2, num_heads=2))
+    costs = META.costs(module, map_tensors(lambda t: t.to("meta"), (TOKENS, TOKENS)))
+    assert [batch.num_samples for batch in costs.batches] == [1, 4]
+    embedding, block, _, head = costs.batches[-1].step.layers
+    matrices = 12 * 32 * 32  # multiplied with each of the 64 tokens, twice the operations
+    attention = 2 * 2 * 16 * 32  # scores and mixture
+    assert block.forward_seconds == pytest.approx(64 * (2 * matrices + attention) / 1e9, rel=0.5)
+    assert block.backward_seconds > block.forward_seconds > embedding.forward_seconds
+    assert block.boundary_bytes == 4 * 16 * 32 * 4
+    assert head.parameter_bytes == 4 * (32 + 32 * 256)
+    assert costs.can_cut
+    assert not costs.whole_batches
+    assert costs.tensor.keys() == {2}  # three ranks cannot share two heads
+    # Of each block the two projections back, of the vocabulary the embedding and the head.
+    assert costs.tensor[2].num_messages == 2 * (2 * 2 + 2)
+
+
+def test_bytes_are_those_of_a_real_step() -> None:
+    module = GPT(width=32, depth=2, num_heads=2)
+    real = Measurement().costs(module, (TOKENS, TOKENS)).batches[-1]
+    counted = META.costs(
+        skeleton_of(module), map_tensors(lambda t: t.to("meta"), (TOKENS, TOKENS))
+    ).batches[-1]
+    for own, other in zip(real.step.layers, counted.step.layers, strict=True):
+        assert own.activation_bytes == pytest.approx(other.activation_bytes, rel=0.15)
+        assert own.parameter_bytes == other.parameter_bytes
+    assert real.rest_bytes > 4 * 16 * 256 * 4  # the loss keeps log-probabilities
+
+
+def test_a_measurement_leaves_no_trace() -> None:
+    module = Whole().eval()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random = torch.get_rng_state()
+    costs = Measurement().costs(module, torch.randn(8, 8, generator=torch.Generator()))
+    assert not costs.can_cut
+    assert costs.whole_batches
+    assert [layer.name for layer in costs.batches[0].step.layers] == ["first", "norm", "last"]
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert module.num_steps == 0
+    assert not module.training
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_step_that_fails_is_explained() -> None:
+    with pytest.raises(RuntimeError) as error:
+        Measurement().costs(Whole(), torch.randn(8, 3))
+    assert "to measure it" in error.value.__notes__[0]
+    with pytest.raises(ValueError, match="no samples"):
+        Measurement().costs(Whole(), {"name": "x"})

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_dist
+from lightning_dist import MeshStrategy
+from lightning_dist.__main__ import main
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.planning.search.layout import Layout
+from lightning_dist.strategies.mesh import arguments_of
+from recipes.gpt import GPT
+
+
+def batch() -> Any:
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    return tokens, tokens
+
+
+WORDS = (
+    "plan --module recipes.gpt:GPT --module-args width=32 num_heads=2 --data"
+    " tests.unit.test_planner:batch --world-size 8 --hosts 2 --global-batch 16 --device a100"
+)
+
+
+def test_plans_for_a_device_and_for_here() -> None:
+    module = GPT(width=32, depth=2, num_heads=2)
+    asked = {"world_size": 4, "num_hosts": 2, "global_batch": 16, "num_plans": 3}
+    for device in ("h100", None):
+        found = lightning_dist.plan(module, batch(), device=device, **asked)  # type: ignore[arg-type]
+        assert len(found.plans) == 3
+        assert found.best.layout.global_batch == 16
+        assert found.best.layout.mesh.world_size == 4
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.yaml"
+    main([*WORDS.split(), "--price-per-hour", "36", "--budget", "10", "--out", str(out)])
+    printed = capsys.readouterr().out
+    assert "The best 10 of" in printed
+    assert "steps in budget" in printed
+    assert "activations" in printed
+    MeshStrategy.from_plan(str(out), timeout_s=7.0)
+
+
+def test_arguments_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ask.yaml"
+    path.write_text(
+        "module: recipes.gpt:GPT\nmodule_args: {width: 32, num_heads: 2}\nworld_size: 8\n"
+        "data: tests.unit.test_planner:batch\nglobal_batch: 8\ndevice: l4\ntop: 2\n"
+    )
+    main(["plan", "--config", str(path)])
+    assert "The best 2 of" in capsys.readouterr().out
+    path.write_text("wolrd_size: 8")
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", str(path)])
+    assert "must have only these keys" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--memory-gib 0.0001", "lacks"),
+        ("--batch-size 2", "give one of them"),
+        ("--efficiency 2", "efficiency=2.0"),
+        ("--module recipes.gpt:Gpt", "recipes.gpt:Gpt"),
+        ("--schedules pipedream", "stale weights"),
+    ],
+)
+def test_errors_of_the_command(more: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*WORDS.split(), *more.split()])
+    assert message in capsys.readouterr().err
+
+
+def test_a_strategy_from_a_plan() -> None:
+    layout = Layout(
+        MeshShape(pp=2, dp_shard=2),
+        8,
+        schedule="zbv",
+        stages_per_rank=2,
+        num_microbatches=4,
+        partition=(1, 1, 2, 1),
+        recomputes=True,
+    )
+    arguments = arguments_of(layout)
+    pipeline, shard = arguments["pipeline"], arguments["shard"]
+    assert (arguments["pp"], arguments["dp_replicate"], arguments["dp_shard"]) == (2, 1, 2)
+    assert (pipeline.schedule, pipeline.num_microbatches) == ("zbv", 4)
+    assert (pipeline.stages_per_rank, pipeline.partition) == (2, [1, 1, 2, 1])
+    assert shard.activation_checkpointing == "full"
+    found = lightning_dist.plan(
+        GPT(width=32, num_heads=2), batch(), world_size=2, batch_size=4, device="a100"
+    )
+    strategy = MeshStrategy.from_plan(found.best)
+    assert strategy.mesh_shape(2) == found.best.layout.mesh
+    with pytest.raises(ValueError, match=r"\['pp'\] already"):
+        MeshStrategy.from_plan(found.best, pp=2)
