@@ -1,6 +1,7 @@
 """The cost of stale weights, and its remedies: train the recipe's GPT in each asynchronous way.
 
-On the ranks are stages of a pipeline, or replicas that step by themselves (local SGD, DiLoCo).
+On the ranks are stages of a pipeline, replicas that step by themselves (local SGD, DiLoCo), or
+workers of a parameter server.
 
 .. code-block:: bash
 

@@ -3,7 +3,8 @@
 The unit is the time that one device takes for a batch, a third of it for the forward. Stages are
 balanced. Updates take no time, and messages that of a network, or none. Without stashing the
 backward runs the layers again, as the runtime does then. Replicas average gradients during the
-backward, and weights behind it.
+backward, and weights behind it. Each rank is a server of its part of the weights, so pushes and
+pulls are as many bytes of a link as an all-reduce; a worker waits for both.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.schedules.registry import find_schedules
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from recipes.staleness.network import Network
-from recipes.staleness.trial import METHODS, Method
+from recipes.staleness.trial import METHODS, SYNC, Method
 
 _FORWARD_SHARE = 1 / 3
 
@@ -46,7 +46,7 @@ CLOCKED = tuple(
             Clocked("sync, replicas", method, None),
         )
         if method.trained_stages == 1
-        else (Clocked(method.name, method, None if method.local else method.schedule),)
+        else (Clocked(method.name, method, method.schedule if method.is_pipeline else None),)
     )
 )
 
@@ -67,7 +67,7 @@ def update_times(
     """
     if clocked.schedule is None:
         average = 0.0 if network is None else network.average(num_ranks)
-        return _times_of_replicas(clocked.method.local, num_ranks, num_updates, average)
+        return _times_of_replicas(clocked.method, num_ranks, num_updates, average)
     family = find_schedules(clocked.schedule)
     count = family.default_microbatches(num_ranks)
     homes = family.rank_of_stage(num_ranks)
@@ -85,14 +85,13 @@ def update_times(
 
 
 def _times_of_replicas(
-    local: LocalConfig | None, num_replicas: int, num_updates: int, average: float
+    method: Method, num_replicas: int, num_updates: int, average: float
 ) -> list[float]:
     step = 1.0 / num_replicas
-    counts = range(1, num_updates + 1)
-    if local is None:
-        exposed = max(0.0, average - step * (1.0 - _FORWARD_SHARE))
-        return [count * (step + exposed) for count in counts]
-    return [count * step + count // local.sync_every * average for count in counts]
+    every = 1 if method.local is None else method.local.sync_every
+    if method is SYNC:
+        average = max(0.0, average - step * (1.0 - _FORWARD_SHARE))
+    return [count * step + count // every * average for count in range(1, num_updates + 1)]
 
 
 def _costs(method: Method, num_stages: int, num_microbatches: int, transfer: float) -> StageCosts:

@@ -26,6 +26,7 @@ _COLOURS: Mapping[str, str] = MappingProxyType(
         "2bw": "#009E73",
         "2bw, predict": "#009E73",
         "sync, replicas": "#000000",
+        "server": "#7F3FBF",
         "local sgd, 5": "#F0E442",
         "local sgd, 20": "#F0E442",
         "diloco, 5": "#8B4513",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from recipes.gpt import build_gpt, warmup_and_decay
 from recipes.staleness.lockstep import Lockstep
 from recipes.staleness.optimizers import LEARNING_RATE, OPTIMIZERS
-from recipes.staleness.replicas import Replicas
+from recipes.staleness.replicas import Replicas, ServedWorkers
 from recipes.staleness.trial import Trial
 from recipes.text import load_text, split_text
 
@@ -89,35 +89,22 @@ def train(trial: Trial, sizes: Sizes) -> list[Look]:
         peak = LEARNING_RATE * trial.rate_factor
         return peak * warmup_and_decay(update, warmup, sizes.num_updates)
 
-    if trial.method.local is not None:
-        replicas = Replicas(
-            model,
-            trial.num_stages,
-            trial.method.local,
-            OPTIMIZERS[trial.optimizer],
-            next_byte_loss,
-            rate,
-            gallery.add,
-        )
-        for batch in _batches(train_text, trial.seed, sizes):
-            replicas.train_batch(batch)
-            if gallery.has_diverged:
-                break
-        return gallery.looks
-    lockstep = Lockstep(
-        model,
-        trial.method.config(max(1, round(_CORRECTED_SHARE * sizes.num_updates))),
-        layers_of_stages(sizes.depth, trial.num_stages),
-        OPTIMIZERS[trial.optimizer],
-        next_byte_loss,
-        rate,
-        gallery.add,
-    )
+    method = trial.method
+    how = OPTIMIZERS[trial.optimizer], next_byte_loss, rate, gallery.add
+    ranks: Lockstep | Replicas | ServedWorkers
+    if method.local is not None:
+        ranks = Replicas(model, trial.num_stages, method.local, *how)
+    elif method.has_server:
+        ranks = ServedWorkers(model, trial.num_stages, *how)
+    else:
+        config = method.config(max(1, round(_CORRECTED_SHARE * sizes.num_updates)))
+        ranks = Lockstep(model, config, layers_of_stages(sizes.depth, trial.num_stages), *how)
     for batch in _batches(train_text, trial.seed, sizes):
-        lockstep.train_batch(batch)
+        ranks.train_batch(batch)
         if gallery.has_diverged:
             return gallery.looks
-    lockstep.drain()
+    if isinstance(ranks, Lockstep):
+        ranks.drain()
     return gallery.looks
 
 

@@ -25,6 +25,7 @@ class Method:
             synchronous schedule computes the same as one device, and ``pipedream_2bw`` is one
             update late for any number. None trains with the number in question.
         local: How replicas step by themselves, one on each rank; None for a pipeline.
+        has_server: Whether a parameter server steps on the gradient of each rank as it comes.
     """
 
     name: str
@@ -33,11 +34,17 @@ class Method:
     staleness_correction: StalenessCorrection = "none"
     trained_stages: int | None = None
     local: LocalConfig | None = None
+    has_server: bool = False
 
     @property
     def predicts(self) -> bool:
         """Whether the method must predict the optimizer's updates."""
         return self.staleness_correction == "predict"
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the ranks are stages."""
+        return self.local is None and not self.has_server
 
     def config(self, correction_steps: int) -> PipelineConfig:
         """Returns the strategy's arguments.
@@ -66,6 +73,7 @@ METHODS = (
     Method("predict", "pipedream", staleness_correction="predict"),
     TWO_VERSIONS,
     Method("2bw, predict", "pipedream_2bw", staleness_correction="predict", trained_stages=2),
+    Method("server", "1f1b", has_server=True),
     *(Method(f"local sgd, {h}", "1f1b", local=LocalConfig(h)) for h in ROUNDS),
     *(Method(f"diloco, {h}", "1f1b", local=LocalConfig(h, outer=OuterOptimizer())) for h in ROUNDS),
 )

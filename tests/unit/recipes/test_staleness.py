@@ -21,7 +21,7 @@ from recipes.staleness.clock import CLOCKED, update_times
 from recipes.staleness.lockstep import Lockstep
 from recipes.staleness.network import Network, updates_until
 from recipes.staleness.optimizers import LEARNING_RATE, OPTIMIZERS, adamw
-from recipes.staleness.replicas import Replicas
+from recipes.staleness.replicas import Replicas, ServedWorkers
 from recipes.staleness.results import Results
 from recipes.staleness.summary import curves, network_table, table
 from recipes.staleness.training import Look, Sizes, layers_of_stages, train
@@ -175,7 +175,7 @@ def test_muon_takes_the_matrices_of_blocks_alone() -> None:
 
 def test_each_training_is_done_once() -> None:
     found = list(trials(["adamw", "muon"], METHODS, [2, 4], [1.0], range(2)))
-    assert len(found) == len(set(found)) == 2 * ((9 * 2 + 3) + (8 * 2 + 2))
+    assert len(found) == len(set(found)) == 2 * ((10 * 2 + 3) + (9 * 2 + 2))
     assert not any(t.optimizer == "muon" and t.method.predicts for t in found)
 
 
@@ -197,6 +197,7 @@ def test_the_clock_of_links_is_the_closed_form() -> None:
     times = {c.name: update_times(c, 2, 20, network) for c in CLOCKED}
     average = 4e6 / 1e9 / 5e-3  # of two ranks, each sends half of it twice
     assert times["sync, replicas"][-1] == pytest.approx(20 * (1 / 2 + average - 1 / 3))
+    assert times["server"][-1] == pytest.approx(20 * (1 / 2 + average))
     assert times["diloco, 5"][-1] == pytest.approx(20 / 2 + 4 * average)
     assert times["local sgd, 20"][:19] == pytest.approx([(u + 1) / 2 for u in range(19)])
     assert times["local sgd, 20"][-1] == pytest.approx(20 / 2 + average)
@@ -251,6 +252,26 @@ def test_replicas_equal_a_plain_loop(outer: OuterOptimizer | None) -> None:
             for model in models:
                 model.load_state_dict(weights.state_dict())
     assert_equal(told[9], weights)
+
+
+def test_workers_of_a_server_are_late_by_the_others() -> None:
+    told: dict[int, dict[str, Tensor]] = {}
+    workers = ServedWorkers(make_model(), 2, sgd, loss, rate, told.__setitem__)
+    model = make_model()
+    (optimizer,) = sgd(model)
+    versions = [copy.deepcopy(model)]
+    for count, batch in enumerate(make_batches(), 1):
+        workers.train_batch([tensor[:2] for tensor in batch])
+        for index in range(2):
+            late = versions[max(0, len(versions) - 2)]  # each worker has pulled one push ago
+            late.zero_grad()
+            loss(late, [tensor[index : index + 1] for tensor in batch]).backward()
+            for own, pushed in zip(model.parameters(), late.parameters(), strict=True):
+                own.grad = pushed.grad
+            optimizer.param_groups[0]["lr"] = rate(count - 1)
+            optimizer.step()
+            versions.append(copy.deepcopy(model))
+    assert_equal(told[9], model)
 
 
 def test_the_stages_divide_the_blocks() -> None:
