@@ -91,6 +91,8 @@ def _clips(entry: Entry) -> list[Any]:
 
 
 def _some(names: list[str], most: int) -> st.SearchStrategy[tuple[str, ...]]:
+    if not names:  # of no names none can be sampled
+        return st.just(())
     return st.lists(st.sampled_from(names), max_size=most, unique=True).map(tuple)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.errors import HypothesisException
+from hypothesis.errors import Flaky
 
 from tests.differential.case import Case
 from tests.differential.check import RefusedError, find_differences
@@ -139,7 +139,7 @@ class Fuzzer:
                 self.failures[failure.symptom] = failure
             raise _DiffersError(failure.symptom)
 
-        with suppress(_DiffersError, HypothesisException, ExceptionGroup):  # among the failures
+        with suppress(_DiffersError, Flaky, ExceptionGroup):  # among the failures
             as_on_one_device()
 
     def _differences(self, case: Case) -> list[str]:
