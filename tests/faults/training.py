@@ -203,6 +203,7 @@ def train(plan: Plan) -> None:
         default_root_dir=plan["checkpoints"],
     )
     trainer.fit(module, ckpt_path="last", weights_only=True)
+    weights = state_of(module)  # gathers shards, behind the run, where nothing names a lost rank
     phases.begin("teardown")  # the rest of it: the process ends
-    torch.save(state_of(module), f"{plan['weights']}.{trainer.global_rank}")
+    torch.save(weights, f"{plan['weights']}.{trainer.global_rank}")
     print(f"rank {trainer.global_rank} has trained {trainer.global_step} steps", flush=True)
