@@ -63,7 +63,7 @@ class LanguageModel(L.LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def configure_optimizers(self):
-        """Makes the optimizer."""
+        """Creates the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -93,9 +93,9 @@ if __name__ == "__main__":
 # python train_gpt.py 1f1b 2> messages.txt
 
 # %% [markdown]
-# Ten batches were timed. `StepProfiler` also tells which bubble the schedule alone would have, if
-# forwards and backwards took the times that were measured. The rest of this lesson says where the
-# bubble comes from, and what can be done against it.
+# Ten batches were timed. `StepProfiler` also computes which bubble the schedule alone would have,
+# with the measured times of forwards and backwards. The rest of this lesson says where the bubble
+# comes from, and what can be done against it.
 
 # %%
 import copy
@@ -140,8 +140,7 @@ print("same result as the whole model:", torch.equal(stages[1](at_the_cut), mode
 # %% [markdown]
 # The result is the same, but is it fast? Stage 1 cannot start before stage 0 is done, and the
 # backward goes the other way. Let us draw four stages with one batch. A row is a rank, a column is
-# a slot of time, `F0` is the forward of batch 0, `B0` its backward, and a dot is a rank that
-# waits.
+# a slot of time, `F0` is the forward of batch 0, `B0` its backward, and a dot is a rank that waits.
 
 # %%
 print(build_schedule("gpipe", num_stages=4, num_microbatches=1).format_grid())
@@ -177,8 +176,8 @@ print(f"largest gradient:   {max(float(p.grad.abs().max()) for p in whole.parame
 print(f"largest difference: {difference:.1e}")
 
 # %% [markdown]
-# The difference is the rounding of `float64` and nothing else. (A layer that mixes the samples of
-# a batch, such as BatchNorm, is the exception.)
+# The difference is the rounding of `float64` and nothing else. (A layer that mixes the samples of a
+# batch, such as BatchNorm, is the exception.)
 #
 # ## Schedules
 #
@@ -202,10 +201,10 @@ for name in ("gpipe", "1f1b"):
 # Both wait until the last backward is done, update the weights once, and then take the next batch.
 # This wait is called a *flush*. Both learn exactly what one device learns.
 #
-# A grid gives each action one slot. A backward really takes about twice as long as a forward, for
-# it computes two gradients: of the weights and of the inputs. The simulator takes such costs and
-# gives a *timeline*: what each rank did, from when to when. The numbers in the boxes are the
-# micro-batches.
+# A grid gives each action one slot. A backward really takes about twice as long as a forward,
+# because it computes two gradients: of the weights and of the inputs. The simulator takes such
+# costs and gives a *timeline*: what each rank did, from when to when. The numbers in the boxes are
+# the micro-batches.
 
 # %%
 costs = StageCosts.uniform(4, forward_seconds=0.010, backward_seconds=0.020)
@@ -220,13 +219,13 @@ display(plot_timelines(one_batch))
 #
 # **pipedream** saves time. It has the order of `1f1b`, but it never flushes. Each batch goes
 # through whole, without micro-batches, and the next ones follow at once. Each rank updates its own
-# weights after each backward. There is a price: a batch that is under way meets weights that do
-# not know the updates of the batches just before it. They are *stale*. So that forward and
-# backward of a batch use the same weights, a rank keeps the old version until the backward is
-# done. The next lesson is about that.
+# weights after each backward. There is a price: a batch that is under way meets weights that lack
+# the updates of the batches just before it. They are *stale*. So that forward and backward of a
+# batch use the same weights, a rank keeps the old version until the backward is done. The next
+# lesson is about that.
 #
-# Here is one batch of `1f1b` above the middle of a long run of `pipedream`, which has all batches
-# behind each other. In the lower rows the numbers are batches.
+# Here is one batch of `1f1b` above the middle of a long run of `pipedream`, in which the batches
+# follow each other. In the lower rows the numbers are batches.
 
 # %%
 whole_batch = StageCosts.uniform(4, forward_seconds=0.040, backward_seconds=0.080)
@@ -287,8 +286,8 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# More micro-batches make the bubble smaller. But they do not come free: each one has a cost of its
-# own, small tensors use a device badly, and `gpipe` keeps them all in memory.
+# More micro-batches make the bubble smaller. But they are not free: each one has a cost of its own,
+# small tensors use a device badly, and `gpipe` keeps them all in memory.
 #
 # `pipedream` follows the same formula if $m$ counts the batches between two moments at which the
 # pipeline runs empty, for example before a validation. There are usually hundreds of them, so the
@@ -296,8 +295,8 @@ plt.show()
 #
 # ## The measured run
 #
-# So much for theory. The first run took the default of four micro-batches for each rank, eight.
-# Now the same script takes the other schedule.
+# So much for theory. The first run took the default of four micro-batches for each rank, eight. Now
+# the same script takes the other schedule.
 
 # %% language="bash"
 # python train_gpt.py pipedream 2> messages.txt
@@ -318,13 +317,13 @@ print(f"formula: {formula(2, 8):.1%} for 1f1b with 8 micro-batches, 0% for piped
 # ## Why do they differ?
 #
 # - The **formula** assumes equal stages, and that nothing but forwards and backwards takes time.
-#   For `pipedream` it gives zero, for between the batches we look at the pipeline never runs
-#   empty.
+#   For `pipedream` it gives zero: during the time that is shown the pipeline never runs empty.
 # - The bubble that `StepProfiler` **predicts** knows how long each stage takes on average. If one
 #   stage is heavier, the other one waits for it under every schedule.
-# - The **measured** one has all the rest. Tensors are copied from process to process. Between two
-#   batches Lightning fetches data, logs and calls its hooks. No two forwards take the same time:
-#   when one is late, the other rank waits, and under a schedule without slack that time is lost.
+# - The **measured** bubble contains all the rest. Tensors are copied from process to process.
+#   Between two batches Lightning fetches data, logs and calls its hooks. No two forwards take the
+#   same time: when one is late, the other rank waits, and under a schedule without slack that time
+#   is lost.
 #
 # To be honest: this model is tiny, so these costs are large beside its computing. The batches are
 # few. And if other programs share your cores, the numbers say as much about them as about the

@@ -27,7 +27,7 @@
 # costs, and how to pay no more than needed. These words are all that the first run needs:
 #
 # - A *rank* is a process. Each rank has a *stage*, a part of the layers, and updates its weights by
-#   itself. A *version* is the weights behind some number of updates.
+#   itself. A *version* is the weights after some number of updates.
 # - *Staleness* is the number of updates that come between a version's use and the update that
 #   results from it.
 # - The *stash* is the older versions that a rank keeps.
@@ -72,12 +72,12 @@ class Digits(L.LightningModule):
         return F.cross_entropy(self.model(images), labels)
 
     def configure_optimizers(self):
-        """Makes the optimizer."""
+        """Creates the optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def loader():
-    """Gives the same batches each time."""
+    """Returns the same batches each time."""
     digits = load_digits()
     images = torch.tensor(digits.data / 16.0 - 0.3)
     return DataLoader(TensorDataset(images, torch.tensor(digits.target)), 32)
@@ -165,7 +165,7 @@ print("batches on their way, by rank:", [schedule.in_flight(rank) for rank in ra
 #
 # - **Forward and backward disagree.** A backward must use the weights of its forward. Otherwise
 #   what it computes is the gradient of nothing.
-# - **The gradient is late.** It says how to change weights that exist no more. This is staleness.
+# - **The gradient is late.** It says how to change weights that no longer exist. This is staleness.
 #
 # The first can be cured, and the second cannot, as long as no rank waits.
 #
@@ -354,16 +354,17 @@ axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0, 0.68))
 plt.show()
 
 # %% [markdown]
-# At the smallest rate the stash makes no difference, for the weights hardly move while a batch is
-# on its way. The larger the rate, the further they move. Then the stash wins over no stash, for
-# its gradients are at least gradients of something. And no pipeline wins over both at any rate:
-# the stash does not cure staleness. (Two seeds are few. Look at how far apart the faint marks are.)
+# At the smallest rate the stash makes no difference: the weights hardly move while a batch is on
+# its way. The larger the rate, the further they move. Then training with the stash beats training
+# without it, because its gradients are at least gradients of some network. Training without a
+# pipeline beats both at any rate: the stash does not cure staleness. (Two seeds are few. Look at
+# how far apart the faint marks are.)
 #
-# What helps against staleness? Fewer stages, for each adds an update of delay. A smaller learning
+# What helps against staleness? Fewer stages, since each adds an update of delay. A smaller learning
 # rate, or a warm-up. `schedule="pipedream_2bw"`, which is one update late whatever the number of
-# stages, and with it `staleness_correction="predict"`, which reads from the optimizer's momentum
-# what that update will about be. Or a schedule that waits: `1f1b` and the zero-bubble schedules
-# have no staleness at all.
+# stages, and with it `staleness_correction="predict"`, which estimates that update from the
+# optimizer's momentum. Or a schedule that waits: `1f1b` and the zero-bubble schedules have no
+# staleness at all.
 #
 # ## What does the stash cost?
 #
@@ -384,6 +385,7 @@ for num_stages in (2, 4, 8):
 # ## Try it
 #
 # - Give `train_in_a_loop` a `momentum` of 0.9. Which learning rates still work with eight stages?
-# - Replace `nn.LayerNorm` in `build` by nothing. Does no stash still lose against the stash?
+# - Replace `nn.LayerNorm` in `build` by nothing. Is training without the stash still worse than
+#   with it?
 # - In `train_in_a_loop`, set every `age` to 1, on all stages. That is `pipedream_2bw`. Where does
 #   its curve lie?

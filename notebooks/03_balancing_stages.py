@@ -79,7 +79,7 @@ class Lopsided(L.LightningModule):
         return F.cross_entropy(self.model(x).flatten(0, 1), y.flatten())
 
     def configure_optimizers(self):
-        """Makes the optimizer."""
+        """Creates the optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
@@ -125,9 +125,9 @@ from lightning_dist.plotting import plot_timelines
 display(Image("lightning_logs/version_0/stage_balance.png", width=800))
 
 # %% [markdown]
-# The cut by parameters gives the embedding a stage nearly for itself. The better cut is not by the
-# slowest stage alone: a simulator says how long a whole step takes with either, and that is the
-# promised gain.
+# The cut by parameters gives the embedding a stage nearly for itself. The better cut is not chosen
+# by the slowest stage alone. A simulator computes how long a whole step takes with each of the two;
+# the difference is the promised gain.
 #
 # ## One slow stage
 #
@@ -149,15 +149,15 @@ for name, timeline in timelines.items():
     print(f"{name:30} {timeline.makespan_seconds * 1e3:.0f} ms for the same work")
 
 # %% [markdown]
-# No stage can go faster than the first one hands over. No schedule helps: under `pipedream`, which
+# No stage can work faster than the first one delivers. No schedule helps: under `pipedream`, which
 # lets no stage wait for the end of a batch, the others would still wait for the first one.
 #
 # ## Where to cut
 #
 # A stage has layers that follow each other, so a partition is a list of counts: `[3, 1, 2]` means
 # three layers on the first stage, one on the second, two on the third. Given what each layer costs,
-# which one is best? Here are a layer that costs four times as much as the others, and all ways to
-# cut in three.
+# which one is best? Here is a model in which one layer costs four times as much as each other one.
+# We try all ways to cut it in three.
 
 # %%
 layer_costs = [1.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 1.0]
@@ -187,10 +187,10 @@ print(f"as many layers for each, [3, 3, 2]: {slowest([3, 3, 2])}")
 #
 # ## Move the layers
 #
-# Now the same script runs with `action="rebalance"`. Behind the first report the pipeline is
-# drained, each layer that changes its rank goes there with its parameters, buffers and optimizer
-# state, and training goes on. The run afterwards is, bit for bit, the one that you would get by
-# restarting from a checkpoint with the other partition.
+# Now the same script runs with `action="rebalance"`. After the first report the pipeline is
+# drained. Each layer that changes its rank takes its parameters, buffers and optimizer state along,
+# and training goes on. The run afterwards is, bit for bit, the one that you would get by restarting
+# from a checkpoint with the other partition.
 
 # %% language="bash"
 # python train_lopsided.py rebalance 2> messages.txt

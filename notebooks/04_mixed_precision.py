@@ -35,8 +35,8 @@
 # 5. write the whole scheme as a loop, and get the same weights from the callback;
 # 6. see that what a pipeline keeps of old weights becomes half as large.
 #
-# Two CPU cores are enough, and nothing needs the network. All numbers below are printed by code.
-# (A CPU is no faster with 16 bits. What is learned is the same as on a GPU, and that is our topic.)
+# Two CPU cores are enough, and nothing needs the network. All numbers below are printed by code. (A
+# CPU is no faster with 16 bits. But it learns the same as a GPU does, and that is our topic.)
 
 # %%
 # %%writefile train_in_16_bits.py
@@ -67,12 +67,12 @@ class Digits(L.LightningModule):
         return self.share * F.cross_entropy(self.network(images), labels)
 
     def configure_optimizers(self):
-        """Makes the optimizer."""
+        """Creates the optimizer."""
         return torch.optim.SGD(self.parameters(), lr=self.rate / self.share)
 
 
 def loader():
-    """Gives the same batches each time."""
+    """Returns the same batches each time."""
     digits = load_digits()
     images = torch.tensor(digits.data / 16.0 - 0.3, dtype=torch.float32)
     labels = torch.tensor(digits.target)
@@ -131,7 +131,7 @@ class Notes(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Digits, outputs: dict[str, Tensor], *_: object
     ) -> None:
-        """Reads what is known behind the batch."""
+        """Notes what is known after the batch."""
         self.losses.append(float(outputs["loss"]) / pl_module.share)
         scale = trainer.callback_metrics.get("mixed_precision/loss_scale", torch.tensor(1.0))
         self.scales.append(float(scale))
@@ -167,7 +167,7 @@ for name, callbacks in {"fp32": [], "bf16": [MixedPrecision("bf16")]}.items():
 # of `fp32`.
 
 # %%
-print(f"{'':9}{'largest':>9}{'smallest':>10}{'gap behind 1':>14}")
+print(f"{'':9}{'largest':>9}{'smallest':>10}{'gap after 1':>14}")
 for name, dtype in {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -187,8 +187,8 @@ print("1 + 0.001 in bf16:  ", float(torch.tensor(1.0).bfloat16() + 0.001))
 #
 # ## Small updates
 #
-# That last line is the story of every weight late in training: an update is often a thousandth
-# of the weight, or less. Here is a weight of 1 that is made smaller by 0.0001 a thousand times.
+# That last line is the story of every weight late in training: an update is often a thousandth of
+# the weight, or less. Here is a weight of 1 that is made smaller by 0.0001 a thousand times.
 
 # %%
 half, single, master = torch.tensor(1.0).bfloat16(), torch.tensor(1.0), torch.tensor(1.0)
@@ -340,10 +340,10 @@ plt.show()
 
 # %% [markdown]
 # With masters the curves of `bf16` and of `fp16` with a scale lie on that of `fp32`. Without
-# masters `bf16` falls behind, for its small updates are rounded away. So does `fp16` without a
-# scale, for its small gradients are zero. The lower picture is the dynamic scale. It begins with
-# $2^{40}$ and halves at once for some batches, whose steps are left out. Now and then it tries
-# whether more is possible.
+# masters `bf16` falls behind, because its small updates are rounded away. So does `fp16` without a
+# scale, because its small gradients are zero. The lower picture is the dynamic scale. It begins
+# with $2^{40}$ and halves at once for some batches, whose steps are left out. Now and then it tries
+# a larger one.
 #
 # Does your own network need a scale? `MixedPrecision("fp16", log_layers_every_n_steps=100)` logs
 # for each layer which share of its gradient has underflowed.

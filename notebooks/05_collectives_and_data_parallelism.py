@@ -65,7 +65,7 @@ class Digits(L.LightningModule):
         return F.cross_entropy(self.model(images), labels)
 
     def configure_optimizers(self):
-        """Makes the optimizer."""
+        """Creates the optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
