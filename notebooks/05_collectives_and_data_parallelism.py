@@ -450,8 +450,8 @@ for size in (2, 4, 8):
 # %% [markdown]
 # Here the ring wins little or nothing. All three move $2 (p - 1) V$ bytes in all, and here two
 # cores move them, for all ranks. The formula counts what *one card* carries, and assumes that each
-# rank has a card of its own. So a test on one machine says little about a network. A limit that is
-# not a sleep but a real one is what `make bench-network` measures with; its figures are in
+# rank has a card of its own. So a test on one machine says little about a network. `make
+# bench-network` measures over links whose limits are real; its figures are in
 # [benchmarks](../docs/benchmarks.md#a-limited-link).
 #
 # ## What DDP's buckets hide
@@ -576,8 +576,8 @@ plt.show()
 # With one bucket the link is idle during the backward, and then the processor is idle. With
 # several, most of the sending is *hidden* behind the backward. What remains *exposed* is the last
 # bucket, and what the link cannot carry in time. With a bucket for each tensor each bias costs the
-# latency of two messages, as much as a large tensor does. So buckets are a compromise: DDP's
-# default is 25 MB.
+# latency of two messages, though it has few bytes. So buckets are a compromise: DDP's default is 25
+# MB.
 #
 # `DDPStrategy(bucket_megabytes=...)` sets their size, and `DDPStrategy(overlap=False)` sends all
 # gradients behind the backward, to measure what overlap brings. If the link is too slow for any
@@ -587,10 +587,10 @@ plt.show()
 # ## A larger batch, a larger learning rate?
 #
 # With $N$ replicas, a step has $N$ times as many samples, and an epoch has an $N$th of the steps.
-# If the learning rate stays, the weights get a shorter way. The usual advice is the *linear rule*:
+# If the learning rate stays, the weights do not get as far. The usual advice is the *linear rule*:
 # $N$ times the batch, $N$ times the rate. As long as weights hardly move within $N$ small steps,
-# one large step along their mean gradient leads to about the same place. Others multiply by $\sqrt
-# N$: the noise of a mean over $N$ times as many samples is that much smaller.
+# one large step along their mean gradient leads to about the same place. Others multiply by
+# $\sqrt{N}$: the noise of a mean over $N$ times as many samples is that much smaller.
 #
 # Replicas learn what one device learns from the whole batch, as we saw. So one process can try
 # this.
@@ -635,9 +635,10 @@ plt.show()
 # %% [markdown]
 # With the rate of one replica, each doubling costs: there are fewer steps, and they are no longer.
 # The linear rule keeps what was learned, here up to 16 replicas, and then breaks at once: a step
-# has become so long that it leaps over what it aims at. The root is slower and breaks later. No
-# rule says where the end is. Look for it with a few short runs, and begin a run with a *warm-up*,
-# some hundred steps of a rate that rises, for a network that has just been drawn bears the least.
+# has become so long that it leaps over what it aims at. The root learns more slowly, and has not
+# broken here. No rule says where the end is. Look for it with a few short runs, and begin a run
+# with a *warm-up*, some hundred steps of a rate that rises, since a network with random weights
+# bears the least.
 #
 # ## Without waiting: the parameter server
 #
@@ -833,12 +834,16 @@ for momentum, rates in ((0.0, (0.05, 0.1, 0.2, 0.4)), (0.9, (0.02, 0.04, 0.08, 0
 
 # %% [markdown]
 # Plain SGD with a small rate hardly notices: weights move little while a gradient is computed. With
-# momentum, as most train, it does: the same rate that the synchronous way bears well breaks the
-# asynchronous one, which has gone on for many steps before a gradient tells it to turn. So
-# asynchrony pays where workers are uneven or links slow, and steps small. With equal workers an
-# all-reduce wins: no gradient is stale, and no single card carries everything, as the server's
-# does. Real systems therefore cut the weights into parts with a server each, and bound the
+# momentum, which most trainings use, it matters: a rate that the synchronous way bears well breaks
+# the asynchronous one, which goes on in a direction for many steps before a gradient tells it to
+# turn. So asynchrony pays where workers are uneven or links slow, and steps small. With equal
+# workers an all-reduce wins: no gradient is stale, and no single card carries everything, as the
+# server's does. Real systems therefore cut the weights into parts with a server each, and bound the
 # staleness: a worker that is too far ahead waits.
+#
+# So does this package, for any LightningModule: `ParameterServerStrategy(mode="bounded",
+# max_staleness=8, num_servers=2)`, or `mode="async"` and `mode="sync"`. Replace `DDPStrategy()` by
+# it in `train_digits.py`. Its servers are threads on the first ranks, so all ranks are workers.
 #
 # There is asynchrony in pipelines too, without a server: see the lesson on [weight
 # stashing](02_weight_stashing_and_staleness.ipynb).
