@@ -9,6 +9,7 @@ from lightning_dist.planner import plan
 from lightning_dist.registration import register_strategies
 from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.fsdp import FSDPStrategy
+from lightning_dist.strategies.hogwild import HogwildStrategy
 from lightning_dist.strategies.mesh import MeshStrategy
 from lightning_dist.strategies.parameter_server import ParameterServerStrategy
 from lightning_dist.strategies.pipeline import PipelineStrategy
@@ -17,6 +18,7 @@ from lightning_dist.strategies.tensor_parallel import TensorParallelStrategy
 __all__ = [
     "DDPStrategy",
     "FSDPStrategy",
+    "HogwildStrategy",
     "MeshStrategy",
     "OuterOptimizer",
     "ParameterServerStrategy",

@@ -85,6 +85,8 @@ def _logs(name: str, entry: Entry) -> list[str]:
 
 
 def _clips(entry: Entry) -> list[Any]:
+    if entry.averages_behind_hooks:  # a worker clips its own gradient
+        return [None]
     clips: list[Any] = [None, ("value", 0.01), ("by_hand", 0.01)]
     # Under the others each stage clips by the norm of its own gradients, and says so.
     return clips if entry.versions in ("stash", "vertical_sync") else [*clips, ("norm", 0.05)]

@@ -26,6 +26,7 @@ from lightning_dist import (
     FSDPStrategy,
     MeshStrategy,
     OuterOptimizer,
+    ParameterServerStrategy,
     PipelineStrategy,
     TensorParallelStrategy,
 )
@@ -46,6 +47,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "diloco": lambda **kw: DDPStrategy(
         sync_every=4, outer=OuterOptimizer(), fragments=2, delay=1, **kw
     ),
+    "server": lambda **kw: ParameterServerStrategy(num_servers=2, **kw),
     "fsdp": FSDPStrategy,
     "fsdp gradients": lambda **kw: FSDPStrategy(shard="gradients", **kw),
     "fsdp optimizer": lambda **kw: FSDPStrategy(shard="optimizer", **kw),

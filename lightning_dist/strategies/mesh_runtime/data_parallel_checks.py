@@ -208,18 +208,19 @@ def check_served_module(module: pl.LightningModule, mode: str, *, has_layer_sync
 
 
 def check_served_optimizers(optimizers: Sequence[Optimizer], num_servers: int) -> None:
-    """Checks that there is one optimizer whose parameters can be shared out."""
+    """Checks that the parameters of the optimizer can be shared out."""
     check_optimizers(optimizers)
-    if len(optimizers) != 1:
+    (optimizer,) = optimizers  # Lightning takes one in automatic optimization
+    count = len({p for group in optimizer.param_groups for p in group["params"]})
+    if count == 0:
         raise ValueError(
-            f"ParameterServerStrategy needs one optimizer, and `configure_optimizers` returns"
-            f" {len(optimizers)}. Put all parameters into groups of one."
+            "ParameterServerStrategy has nothing to serve: `configure_optimizers` returns no"
+            " optimizer with parameters. Return one, or use DDPStrategy."
         )
-    count = len({p for group in optimizers[0].param_groups for p in group["params"]})
     if num_servers > count:
         raise ValueError(
             f"num_servers={num_servers} are more than the optimizer's {count} parameters, and a"
-            f" server has whole tensors. Pass num_servers={max(count, 1)} or fewer."
+            f" server has whole tensors. Pass num_servers={count} or fewer."
         )
 
 

@@ -14,6 +14,7 @@ from lightning_dist import (
     FSDPStrategy,
     MeshStrategy,
     OuterOptimizer,
+    ParameterServerStrategy,
     PipelineStrategy,
     TensorParallelStrategy,
 )
@@ -38,6 +39,7 @@ class Entry:
         is_slow: Whether it is drawn half as often as others.
         is_spread: Whether ranks have pieces of layers.
         is_sharded: Whether ranks have shards of parameters, or replicas that are made as these.
+        averages_behind_hooks: Whether a rank clips its own gradient.
         tolerance: How far values may be from one device's, beyond rounding; infinite if replicas
             step by themselves, so that only the rest of a run is compared.
     """
@@ -82,6 +84,12 @@ def _pipeline(
 
 STRATEGIES: dict[str, Entry] = {
     "ddp": Entry(2, 2, partial(DDPStrategy, timeout_s=20.0)),
+    "server": Entry(
+        2,
+        2,
+        partial(ParameterServerStrategy, num_servers=2, timeout_s=20.0),
+        averages_behind_hooks=True,
+    ),
     "fsdp": Entry(2, 2, partial(FSDPStrategy, timeout_s=20.0), is_sharded=True),
     "ddp_int8": Entry(
         2, 2, partial(DDPStrategy, compression="int8", timeout_s=20.0), tolerance=5e-2

@@ -17,7 +17,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, PipelineStrategy
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    ParameterServerStrategy,
+    PipelineStrategy,
+)
 from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
 
 TASKS = ("fit", "validate", "predict", "fit, validate")
@@ -113,7 +119,9 @@ def run() -> None:
     parser.add_argument("--mark", default=None, help="a file to make when the trouble begins")
     parser.add_argument("--at", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=120)
-    parser.add_argument("--schedule", default="pipedream", help="or ddp, fsdp, mesh")
+    parser.add_argument(
+        "--schedule", default="pipedream", help="or ddp, fsdp, mesh, sync, async, bounded"
+    )
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--root", default=None)
     parser.add_argument("--report", default=None)
@@ -140,6 +148,9 @@ def run() -> None:
         strategy = DDPStrategy(timeout_s=options.timeout)
     elif options.schedule == "fsdp":
         strategy = FSDPStrategy(timeout_s=options.timeout)
+    elif options.schedule in ("sync", "async", "bounded"):
+        bound = 1 if options.schedule == "bounded" else None
+        strategy = ParameterServerStrategy(options.schedule, bound, timeout_s=options.timeout)
     elif options.schedule == "mesh":
         strategy = MeshStrategy(pp=2, timeout_s=options.timeout)
     else:

@@ -95,7 +95,7 @@ class Reply:
     Attributes:
         weights: Those of the server's shard; none behind a plain meeting.
         due: For each decision, the number of updates behind which a worker obeys it.
-        living: The workers that are left.
+        living: The workers that are left, behind a plain meeting.
         failure: Why the server cannot go on.
     """
 

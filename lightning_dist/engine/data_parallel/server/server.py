@@ -51,6 +51,7 @@ class ParameterServer:
         self._present: set[int] = set()
         self._num_meetings = 0
         self._is_draining = False
+        self._met = Reply([])
         self._is_open = False
         self._failure = ""
         self.arrivals: list[Arrival] = []
@@ -85,14 +86,13 @@ class ParameterServer:
                 self._meet(worker, request)
             else:
                 self._push(worker, request)
-            living = tuple(sorted(self._clocks))
             if isinstance(request, Meet) and not request.drains:
-                return Reply([], {}, living)
+                return self._met
             weights = [weight.detach().clone() for weight in self._shard.weights]
             self._record(Arrival("pull", worker))
             if self._options.compensation != "none":
                 self._sent[worker] = weights
-            return Reply(weights, dict(self._due), living)
+            return Reply(weights, dict(self._due))
 
     def lose(self, worker: int) -> None:
         """Goes on without a worker."""
@@ -156,7 +156,8 @@ class ParameterServer:
     def _end_meeting(self) -> None:
         if self._present and self._present >= self._clocks.keys():
             self._present.clear()
-            self._due.clear()
+            # The same for all, though some leave before others.
+            self._met = Reply([], dict(self._due), tuple(sorted(self._clocks)))
             if self._is_draining:
                 self._is_open = False  # before any worker leaves
             self._num_meetings += 1

@@ -37,24 +37,27 @@ class Decisions:
 
     def begin(self) -> None:
         """Begins a session with servers, whose clocks begin at 0."""
-        self._num_updates, self._due = 0, {}
+        self._num_updates, self._due, self._obeyed = 0, {}, {}
 
-    def end_update(self, due: Mapping[int, int]) -> None:
-        """Counts an update, with the server's answer."""
+    def end_update(self) -> None:
+        """Counts an update."""
         self._num_updates += 1
+
+    def learn(self, due: Mapping[int, int]) -> None:
+        """Takes what is due from the first server."""
         self._due = due
 
-    def forget_due(self) -> None:
-        """Forgets what is due; the servers do so too where all workers meet."""
-        self._due = {}
+    def forget(self, decision: int) -> None:
+        """Takes a decision for obeyed, where all workers have met and know of it."""
+        self.asked.discard(decision)
+        self._obeyed[decision] = self._due.get(decision, 0)
 
     def is_due(self, decision: int) -> bool:
         """Returns whether to obey a decision here; once, for an update may take several batches."""
         due = self._due.get(decision)
         if due != self._num_updates or self._obeyed.get(decision) == due:
             return False
-        self._obeyed[decision] = due
-        self.asked.discard(decision)
+        self.forget(decision)
         return True
 
 
@@ -113,4 +116,4 @@ class ServerDecision(JointDecision):
 
     @override
     def forget(self) -> None:
-        self._decisions.asked.discard(self._number)
+        self._decisions.forget(self._number)

@@ -42,7 +42,8 @@ class Worker:
         shards = self._partition.shards
         replies = self._ask([Push([p.grad for p in own], groups, asked) for own in shards])
         self._install(replies)
-        self._decisions.end_update(replies[0].due)
+        self._decisions.end_update()
+        self._decisions.learn(replies[0].due)
 
     def drain(self) -> None:
         """Waits for all workers, and takes the newest weights; the servers let no push in."""
@@ -52,8 +53,9 @@ class Worker:
 
     def meet(self) -> tuple[int, ...]:
         """Waits for all workers, and returns the ranks of those that are left."""
-        self._decisions.forget_due()
-        return self._ask([Meet(drains=False)])[0].living
+        (reply,) = self._ask([Meet(drains=False)])
+        self._decisions.learn(reply.due)
+        return reply.living
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error where this worker waits for a server."""

@@ -20,7 +20,7 @@ def test_the_strategies_have_names() -> None:
     names = ["pipeline", "pipeline_gpipe", "pipeline_1f1b", "pipeline_pipedream"]
     assert set(names) <= set(StrategyRegistry.available_strategies())
     assert StrategyRegistry.get("pipeline_pipedream").asynchronous
-    kinds = ("DDP", "FSDP", "Mesh", "ParameterServer", "Pipeline", "TensorParallel")
+    kinds = ("DDP", "FSDP", "Hogwild", "Mesh", "ParameterServer", "Pipeline", "TensorParallel")
     names = [f"{kind}Strategy" for kind in kinds]
     assert lightning_dist.__all__ == sorted([*names, "OuterOptimizer"])
 

@@ -94,7 +94,8 @@ def test_a_meeting_goes_on_without_a_worker_that_is_lost(drains: bool) -> None:
     replies = [served.meet(worker, drains) for worker in (0, 1)]
     assert is_waiting(replies[0])
     served.server.lose(2)
-    assert [reply.result(5).living for reply in replies] == [(0, 1)] * 2
+    living = () if drains else (0, 1)
+    assert [reply.result(5).living for reply in replies] == [living] * 2
 
 
 def test_all_workers_obey_at_the_same_update() -> None:
@@ -102,13 +103,27 @@ def test_all_workers_obey_at_the_same_update() -> None:
     workers = [Decisions(), Decisions()]
 
     def step(worker: int, *asked: int) -> bool:
-        workers[worker].end_update(served.push(worker, 1.0, *asked).result(5).due)
+        workers[worker].end_update()
+        workers[worker].learn(served.push(worker, 1.0, *asked).result(5).due)
         return workers[worker].is_due(stop)
 
     assert not any(step(0) for _ in range(3))
     assert not step(1, stop)  # is one update old, and worker 0 three
     assert [step(0) for _ in range(2)] == [True, False]
     assert [step(1) for _ in range(4)] == [False, False, True, False]
+
+
+def test_what_is_settled_where_all_meet_is_not_obeyed_later() -> None:
+    served, stop = Served(2, mode="async"), 7
+    assert served.push(0, 1.0, stop).result(5).due == {stop: 2}
+    workers = [Decisions(), Decisions()]
+    for decisions, reply in zip(workers, [served.meet(0), served.meet(1)], strict=True):
+        decisions.learn(reply.result(5).due)
+        decisions.forget(stop)
+    for _ in range(3):
+        workers[1].end_update()
+        workers[1].learn(served.push(1, 1.0).result(5).due)
+        assert not workers[1].is_due(stop)
 
 
 def test_a_failure_ends_all_waits() -> None:

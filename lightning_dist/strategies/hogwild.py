@@ -1,0 +1,164 @@
+"""Hogwild: the workers of one host write to the same weights, without locks.
+
+Each rank runs Lightning's loops on its share of the data, and its own optimizer steps on weights in
+shared memory. No gradient and no weight is sent. A step may read weights that another one is
+writing, and may undo what another one has written meanwhile. That is rare where gradients are
+sparse. Ranks meet at validation, checkpoints and ends of epochs, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_dist.engine.common.environment import EnvironmentCheck
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.common.table import format_count
+from lightning_dist.engine.data_parallel.replicas import broadcast_state
+from lightning_dist.engine.data_parallel.shared_weights import SharedWeights
+from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
+from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
+
+
+class HogwildStrategy(DataParallelStrategy):
+    """Trains workers of one host on shared weights, without locks; on CPUs.
+
+    Gradients are clipped by the rank that has them. Each rank keeps its own optimizer state; a
+    checkpoint has the first rank's.
+
+    Args:
+        max_lead: Batches that a rank may be ahead of the slowest one. A stop that a rank asks for
+            comes as many batches later.
+        timeout_s: Seconds that a rank waits for another before it gives up.
+        save_full: Write one ordinary ``.ckpt`` file, as None does too, or else a directory.
+        async_save: Whether a thread writes checkpoints, from a copy, while training goes on.
+        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
+        checkpoint_io, precision_plugin: As for any Lightning strategy.
+        start_method: Only ``"popen"``, which runs the script once per device.
+        check_environment: What to do at the start if processes have other versions, variables or
+            scripts: ``"warn"``, ``"error"`` or ``"off"``.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        max_lead: int = 64,
+        timeout_s: float = 1800.0,
+        save_full: bool | None = None,
+        async_save: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        start_method: StartMethod = "popen",
+        check_environment: EnvironmentCheck = "warn",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            timeout_s=timeout_s,
+            start_method=start_method,
+            check_environment=check_environment,
+            save_full=save_full,
+            async_save=async_save,
+        )
+        check_count("max_lead", max_lead)
+        self._max_lead = max_lead
+        self._shared: SharedWeights | None = None
+
+    @override
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        if self.num_nodes > 1:
+            raise ValueError(
+                f"num_nodes={self.num_nodes}: HogwildStrategy needs all ranks on one host. Pass"
+                " num_nodes=1, or use ParameterServerStrategy(mode='async')."
+            )
+        if self.root_device.type != "cpu":
+            raise ValueError(
+                f"HogwildStrategy shares memory of the host, and the device is"
+                f" {self.root_device}. Pass accelerator='cpu', or use DDPStrategy."
+            )
+        return MeshShape(dp_replicate=world_size)
+
+    @property
+    @override
+    def stop_lag(self) -> int:
+        return self._max_lead
+
+    @override
+    def check_run(self, trainer: pl.Trainer) -> None:
+        checks.check_whole(self.module)
+        checks.check_module(self.module, self.world_group)
+
+    @override
+    def place_model(self, trainer: pl.Trainer) -> None:
+        self.model = self.precision_plugin.convert_module(self.module)
+        self.model_to_device()
+        group = self.device_group(*self.mesh.sizes)
+        broadcast_state([*self.module.parameters(), *self.module.buffers()], group)
+
+    @override
+    def print_summary(self) -> None:
+        number = sum(parameter.numel() for parameter in self.module.parameters())
+        rank_zero_info(
+            f"Hogwild: {self.world_size} workers share {format_count(number)} parameters, without"
+            " locks."
+        )
+        self.explain_batch_statistics()
+
+    @override
+    def open_session(self, trainer: pl.Trainer) -> None:
+        if self.is_fitting:
+            self._shared = SharedWeights(list(self.module.parameters()), self.world_group)
+
+    @override
+    def close_session(self) -> None:
+        super().close_session()
+        if self._shared is not None and self._shared.is_shared:
+            self._shared.part(failed=True)  # a stop, or a failure
+        self._shared = None
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._shared is not None and not self._shared.is_shared:
+            self._shared.share()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.seed_data_rank(reading=False)
+        with self.precision_plugin.train_step_context():
+            return self.module.training_step(*args, **kwargs)
+
+    @override
+    def drain(self) -> None:
+        """Waits for all ranks' updates, and broadcasts buffers. Collective.
+
+        Validation, checkpoints, and the ends of epochs and of training call it by themselves.
+        """
+        if self._shared is None:
+            return
+        self.check_peers()
+        if self.is_running and self._shared.is_shared:
+            self._shared.part()
+            self.share_buffers()
+
+    @override
+    def end_epoch(self) -> None:
+        super().end_epoch()
+        self.drain()
