@@ -42,7 +42,7 @@ class Tied(L.LightningModule):
         return self.model(tokens)
 
 
-def write(module: L.LightningModule, path: Path, layout: str) -> Path:
+def write(module: L.LightningModule, path: Path | str, layout: str) -> Path | str:
     """Writes a checkpoint as training does, with a state of the optimizer."""
     state = module.state_dict()
     checkpoint: dict[str, Any] = {
@@ -109,6 +109,16 @@ def test_loads_without_this_package(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(torch.equal(logits, expected) for logits in found.values())
     left = {path.name for path in tmp_path.iterdir()}
     assert not any(name.startswith(".") for name in left), "no temporary file is left"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_at_a_url(tmp_path: Path, layout: str) -> None:
+    module = GPT(**SIZES)
+    write(module, f"file://{tmp_path}/in.ckpt", layout)
+    export(f"file://{tmp_path}/in.ckpt", tmp_path / "out", "--format", "torch")
+    weights = torch.load(tmp_path / "out")
+    assert weights.keys() == module.state_dict().keys()
+    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
