@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_group import DeviceGroup
-from lightning_dist.engine.tensors.dtensor import from_shard, local_part
+from lightning_dist.engine.tensors.dtensor import is_dtensor, local_part
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -85,7 +85,16 @@ class PendingAverage:
             work.wait()
             pieces = (flat / self._size).split([tensor.numel() for tensor in bucket])
             means += [p.view_as(t).to(t) for t, p in zip(bucket, pieces, strict=True)]
-        return [from_shard(m, t) for m, t in zip(means, self._tensors, strict=True)]
+        return [_placed(m, t) for m, t in zip(means, self._tensors, strict=True)]
+
+
+def _placed(own: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor like another one; of a DTensor, given this rank's shard."""
+    if not is_dtensor(like):
+        return own
+    placed = torch.empty_like(like)  # on the host if the shards are there
+    local_part(placed).copy_(own)
+    return placed
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
