@@ -53,6 +53,7 @@ class Entry:
     is_slow: bool = False
     is_spread: bool = False
     is_sharded: bool = False
+    averages_behind_hooks: bool = False
     tolerance: float = 0.0
 
     @property
