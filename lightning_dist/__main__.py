@@ -32,16 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lightning_dist")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     merge = commands.add_parser("merge", help="make one Lightning checkpoint file of a sharded one")
-    merge.add_argument("source", metavar="IN", help="a checkpoint of either form")
-    merge.add_argument("target", metavar="OUT.ckpt", help="the file to write")
-    merge.add_argument(
-        "--unpickle", action="store_true", help="trust IN, and load any object that it holds"
-    )
-    merge.add_argument("--force", action="store_true", help="overwrite OUT.ckpt if it exists")
-    merge.set_defaults(run=_merge)
+    merge.set_defaults(run=_write, work=_merge)
     export = commands.add_parser("export", help="write a checkpoint's weights for other programs")
+    export.set_defaults(run=_write, work=run_export)
+    for command in (merge, export):
+        add = command.add_argument
+        add("source", metavar="IN", help="a checkpoint: a file, a directory of shards, or a URL")
+        add("target", metavar="OUT", help="the file to write, or the directory for hf")
+        add("--unpickle", action="store_true", help="trust IN, and load any object that it holds")
+        add("--force", action="store_true", help="overwrite OUT if it exists")
     add_export_arguments(export)
-    export.set_defaults(run=run_export)
     doctor = commands.add_parser("doctor", help="check hosts, links and disks before a run")
     add_arguments(doctor)
     doctor.set_defaults(run=run_doctor)
@@ -55,21 +55,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os._exit(code)  # a thread that hangs must not keep the process
 
 
-def _merge(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Runs a command that writes OUT, and prints what it says."""
     if os.path.lexists(options.target) and not options.force:
         parser.error(f"{options.target} exists. Name another file, or add --force to overwrite it.")
     try:
-        checkpoint = load_full(options.source, weights_only=not options.unpickle)
-    except (OSError, ValueError) as error:
+        print(f"Wrote {options.target}: {options.work(options)}.")
+    except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     except pickle.UnpicklingError as error:
         parser.error(
             f"{options.source} holds other objects than weights (in its hyperparameters, say):"
             f" {reason_of(error)} If you trust it, add --unpickle."
         )
-    save_full(checkpoint, options.target)
-    print(f"Wrote {options.target}: {len(checkpoint['state_dict'])} tensors of weights.")
     return 0
+
+
+def _merge(options: argparse.Namespace) -> str:
+    checkpoint = load_full(options.source, weights_only=not options.unpickle)
+    save_full(checkpoint, options.target)
+    return f"{len(checkpoint['state_dict'])} tensors of weights"
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ import argparse
 import importlib
 import io
 import json
-import os
-import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,19 +24,11 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.checkpoint import directory
 from lightning_dist.engine.checkpoint.mapped import load_mapped
-from lightning_dist.engine.checkpoint.metadata import reason_of
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What a format's writer is to write.
-
-    Attributes:
-        weights: Mapped tensors by name, without the prefix; names of a tied parameter have one.
-        checkpoint: The whole checkpoint, without its optimizers' states.
-        module: The checkpoint's module, if one was named.
-        options: The arguments of the command.
-    """
+    """What a format's writer is to write: mapped tensors by their names without the prefix."""
 
     weights: dict[str, Tensor]
     checkpoint: Mapping[str, Any]
@@ -59,58 +49,35 @@ class Export:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command to a parser."""
+    """Adds the arguments of the command to a parser, beside IN and OUT."""
     add = parser.add_argument
-    add("source", metavar="IN", help="a checkpoint: a file, a directory of shards, or a URL")
-    add("target", metavar="OUT", help="the file to write; the directory, for hf")
     add("--format", required=True, choices=_WRITERS, help="the format of OUT")
     add("--prefix", default="", help="keep the names with this prefix, and remove it: model.")
-    add(
-        "--module",
-        metavar="recipes.gpt:GPT",
-        help="IN's LightningModule; for onnx, and to check IN",
-    )
-    add(
-        "--example",
-        metavar="2x128:int64",
-        action="append",
-        default=[],
-        help="shape and dtype of an input of forward, for onnx, once for each input; the first"
-        " size, that of the batch, stays open",
-    )
-    add("--config", type=Path, help="directory of the model's config.json, for hf")
-    add("--unpickle", action="store_true", help="trust IN, and load any object that it holds")
-    add("--force", action="store_true", help="overwrite OUT if it exists")
+    add("--module", metavar="recipes.gpt:GPT", help="IN's class, for onnx, or to check IN")
+    what = "shape and dtype of an input, for onnx; may be repeated; batches stay open"
+    add("--example", metavar="2x128:int64", action="append", default=[], help=what)
+    add("--config", type=Path, metavar="DIR", help="has the model's config.json, for hf")
 
 
-def run_export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Exports, and returns the exit code."""
+def run_export(options: argparse.Namespace) -> str:
+    """Exports under a temporary name, which then becomes the target's; returns what was written.
+
+    Raises:
+        ImportError: The format needs a package that is not installed.
+        OSError: A file could not be read or written.
+        ValueError: The checkpoint or an argument does not suit the format.
+    """
+    if options.format == "onnx" and not (options.module and options.example):
+        raise ValueError("--format onnx needs --module recipes.gpt:GPT and --example 2x128:int64.")
+    if options.format == "hf" and not options.config:
+        raise ValueError("--format hf needs --config DIR, with the model's config.json.")
     target = Path(options.target)
-    if os.path.lexists(target) and not options.force:
-        parser.error(f"{target} exists. Name another place, or add --force to overwrite it.")
-    if not target.absolute().parent.is_dir():
-        parser.error(f"The directory of {target} does not exist. Create it first.")
-    for name, needed in _NEEDS.get(options.format, {}).items():
-        if not getattr(options, name):
-            parser.error(f"--format {options.format} needs --{name}: {needed}.")
-    try:
-        print(_export(options, target))
-    except (ImportError, OSError, ValueError) as error:
-        parser.error(str(error))
-    except pickle.UnpicklingError as error:
-        parser.error(
-            f"{options.source} holds other objects than weights (in its hyperparameters, say):"
-            f" {reason_of(error)} If you trust it, add --unpickle."
-        )
-    return 0
-
-
-def _export(options: argparse.Namespace, target: Path) -> str:
-    """Writes under a temporary name, which then becomes the target's; returns what was done."""
     scratch = target.absolute().parent
+    if not scratch.is_dir():
+        raise ValueError(f"There is no directory {scratch}. Create it first.")
     checkpoint = load_mapped(options.source, scratch, weights_only=not options.unpickle)
-    state = checkpoint["state_dict"]
     module = _build(options, checkpoint) if options.module else None
+    state = checkpoint["state_dict"]
     export = Export(_select(state, options), checkpoint, module, options)
     temporary = directory.temporary_name(target)
     directory.remove(temporary)
@@ -119,8 +86,8 @@ def _export(options: argparse.Namespace, target: Path) -> str:
         directory.publish(temporary, target)
     num_tied, num_left = len(export.ties), len(state) - len(export.weights)
     return (
-        f"Wrote {target}: {len(export.weights) - num_tied} tensors. {num_tied} more names are tied"
-        f" to one of them, {num_left} entries of the checkpoint were left out."
+        f"{len(export.weights) - num_tied} tensors. {num_tied} more names are tied to one of them,"
+        f" {num_left} entries of the checkpoint were left out"
     )
 
 
@@ -140,20 +107,13 @@ def _select(state: Mapping[str, Any], options: argparse.Namespace) -> dict[str, 
 
 
 def _required(package: str, module: str, extra: str = "export") -> Any:
-    """Imports a module of a package that an extra brings.
-
-    Raises:
-        ImportError: The package is not installed.
-    """
+    """Imports a module of a package that an extra brings."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
             f"This format needs {package}. Use `pip install 'lightning-dist[{extra}]'`."
         ) from error
-
-
-# --- the module ----------------------------------------------------------------------------------
 
 
 def _build(options: argparse.Namespace, checkpoint: Mapping[str, Any]) -> pl.LightningModule:
@@ -185,11 +145,7 @@ def _build(options: argparse.Namespace, checkpoint: Mapping[str, Any]) -> pl.Lig
 
 
 def _fill(module: nn.Module, weights: Mapping[str, Any], source: str) -> None:
-    """Makes mapped weights a module's own, without a copy.
-
-    Raises:
-        ValueError: The weights are those of another model.
-    """
+    """Makes mapped weights a module's own, without a copy; refuses those of another model."""
     try:
         module.load_state_dict(weights, assign=True)
     except RuntimeError as error:
@@ -198,9 +154,6 @@ def _fill(module: nn.Module, weights: Mapping[str, Any], source: str) -> None:
             f"{source} is a checkpoint of another model than {type(module).__name__}:"
             f" {' '.join(lines)}"
         ) from error
-
-
-# --- formats -------------------------------------------------------------------------------------
 
 
 def _write_safetensors(export: Export, target: Path) -> None:
@@ -230,9 +183,7 @@ def _write_torch(export: Export, target: Path) -> None:
 def _write_hf(export: Export, target: Path) -> None:
     transformers = _required("transformers", "transformers", extra="bert")
     folder = export.options.config
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--config {folder} has no config.json.")
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     architecture = (config.architectures or ["none"])[0]
     if not hasattr(transformers, architecture):
         raise ValueError(
@@ -284,12 +235,6 @@ _WRITERS: Mapping[str, Callable[[Export, Path], None]] = MappingProxyType(
         "torch": _write_torch,
         "onnx": _write_onnx,
         "hf": _write_hf,
-    }
-)
-_NEEDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "onnx": {"module": "recipes.gpt:GPT, say", "example": "2x128:int64, say"},
-        "hf": {"config": "a directory with the model's config.json"},
     }
 )
 _ONNX_BYTES = 2**31  # a file of protobuf's is smaller

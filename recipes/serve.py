@@ -7,7 +7,8 @@
     python -m recipes.serve gpt.safetensors
     curl localhost:8000/generate --json '{"prompt": "The statement", "num_tokens": 40}'
 
-One request computes at a time, since one fills all cores; others wait, and more are sent away.
+One request computes at a time, on as many threads as ``--threads`` says; others wait for it, and
+more than may wait are sent away.
 """
 
 import argparse
@@ -87,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--most-waiting", type=int, default=32, help="more get status 429")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; one is best for a few MB")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     try:
         app = make_app(load_exported(options.model), options.most_waiting)
         import uvicorn

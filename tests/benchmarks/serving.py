@@ -97,7 +97,7 @@ def load(
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=50, help="of each client")
+    parser.add_argument("--requests", type=int, default=200, help="of all clients")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, running_server(Path(name)) as port:
@@ -105,7 +105,8 @@ def main() -> None:
         print(f"{options.tokens} tokens behind a prompt of 13 bytes, from a GPT of 4 blocks")
         for num_clients in (1, 4, 16, 48):
             begin = time.perf_counter()
-            answers = load(port, num_clients, options.requests, options.tokens)
+            each = max(2, options.requests // num_clients)
+            answers = load(port, num_clients, each, options.tokens)
             seconds = time.perf_counter() - begin
             good = [taken for taken, status in answers if status == 200]
             cuts = [1e3 * cut for cut in statistics.quantiles(good, n=100)]

@@ -194,7 +194,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "has no 'state_dict'": (tensor, *forced),
         "holds other objects": (unsafe, *forced),
         "needs --config": (source, target, "--force", "--format", "hf"),
-        "needs --example": (source, *forced[:-1], "onnx", "--module", "recipes.gpt:GPT"),
+        "and --example": (source, *forced[:-1], "onnx", "--module", "recipes.gpt:GPT"),
     }
     for expected, words in cases.items():
         assert expected in refusal(capsys, *words)
