@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import lightning as L
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+import torch
+import yaml
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 import lightning_dist  # noqa: F401  (registers the strategies' names)
+from lightning_dist.strategies.base.process_mesh import ProcessMesh
 from recipes.catalog import Recipe
+from recipes.wandb_checkpoints import PREFIX, download_checkpoint
+
+
+class LoggedConfig(SaveConfigCallback):
+    """Logs the configuration with the versions of what it has run with, beside saving it."""
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # MLflow's logger has no folder where its runs are in a database.
+        self.save_to_log_dir = trainer.log_dir is not None
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        strategy = trainer.strategy
+        logged = {
+            "config": yaml.safe_load(self.parser.dump(self.config, skip_none=False)),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "lightning": L.__version__,
+                "lightning_dist": version("lightning-dist"),
+            },
+        }
+        if isinstance(strategy, ProcessMesh):
+            logged["mesh"] = strategy.mesh.sizes
+        for logger in trainer.loggers:
+            logger.log_hyperparams(logged)
 
 
 class RecipeCLI(LightningCLI):
@@ -44,6 +77,13 @@ class RecipeCLI(LightningCLI):
             help="Test the best checkpoint once training is over.",
         )
 
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Downloads the checkpoint of a ``--ckpt_path=wandb:...``."""
+        config = self.config[self.subcommand]
+        if str(config.get("ckpt_path")).startswith(PREFIX):
+            config.ckpt_path = str(download_checkpoint(config.ckpt_path))
+
     def after_fit(self) -> None:
         """Tests the best checkpoint if that was asked for; called by Lightning."""
         if self.config.fit.test_after_fit and not self.trainer.fast_dev_run:
@@ -64,6 +104,7 @@ def run(callbacks: Sequence[L.Callback] = ()) -> None:
         subclass_mode_model=True,
         subclass_mode_data=True,
         seed_everything_default=42,
+        save_config_callback=LoggedConfig,
         save_config_kwargs={"overwrite": True},
         trainer_defaults={"callbacks": [*callbacks]},
         auto_configure_optimizers=False,

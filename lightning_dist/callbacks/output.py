@@ -1,7 +1,8 @@
 """Output of callbacks: tables on the console, files, and pictures and tables in loggers.
 
 Metrics go to every logger through ``self.log``. Weights & Biases shows pictures, tables and pages,
-TensorBoard pictures and text. Others, such as a CSV file, have the metrics only.
+MLflow pictures, pages and text, TensorBoard pictures and text. Others, such as a CSV file, have the
+metrics only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_dist.engine.common.table import Table
@@ -62,16 +63,19 @@ class Media:
     def __init__(self, loggers: Iterable[Logger]) -> None:
         self._wandb: list[WandbLogger] = []
         self._boards: list[TensorBoardLogger] = []
+        self._mlflow: list[MLFlowLogger] = []
         for logger in loggers:
             if isinstance(logger, WandbLogger):
                 self._wandb.append(logger)
             elif isinstance(logger, TensorBoardLogger):
                 self._boards.append(logger)
+            elif isinstance(logger, MLFlowLogger):
+                self._mlflow.append(logger)
 
     @property
     def shows_pictures(self) -> bool:
         """Whether any of the loggers shows pictures."""
-        return bool(self._wandb or self._boards)
+        return bool(self._wandb or self._boards or self._mlflow)
 
     def show_figure(self, name: str, figure: Figure, step: int) -> None:
         """Shows a picture."""
@@ -79,15 +83,20 @@ class Media:
             wandb.log_image(name, [_pixels(figure)])
         for board in self._boards:
             board.experiment.add_figure(name, figure, step, close=False)
+        for mlflow in self._mlflow:
+            mlflow.experiment.log_figure(mlflow.run_id, figure, f"{name}/{step}.png")
 
     def show_table(self, name: str, table: Table, step: int) -> None:
         """Shows a table, whose cells are texts."""
         headings = [heading or f"column {i}" for i, heading in enumerate(table.headings)]
         for wandb in self._wandb:
             wandb.log_table(name, columns=headings, data=[list(row) for row in table.rows])
+        lines = [headings, ["---"] * len(headings), *table.rows]
+        text = "\n".join(" | ".join(line) for line in lines)
         for board in self._boards:
-            lines = [headings, ["---"] * len(headings), *table.rows]
-            board.experiment.add_text(name, "\n".join(" | ".join(line) for line in lines), step)
+            board.experiment.add_text(name, text, step)
+        for mlflow in self._mlflow:
+            mlflow.experiment.log_text(mlflow.run_id, text, f"{name}/{step}.md")
 
     def show_timeline(self, name: str, timeline: Timeline) -> None:
         """Shows the newest spans as a table of numbers, which W&B can sort and plot."""
@@ -107,6 +116,8 @@ class Media:
 
             for wandb in self._wandb:
                 wandb.experiment.log({name: Html(str(path))})
+        for mlflow in self._mlflow:
+            mlflow.experiment.log_artifact(mlflow.run_id, str(path), name)
 
 
 def _pixels(figure: Figure) -> Any:

@@ -135,12 +135,12 @@ def _watch(
         if connection.poll(_POLL_SECONDS):
             try:
                 message = connection.recv()
+                if isinstance(message, Outcome):
+                    return message
+                connection.send(report(message))
             except (EOFError, ConnectionError):
                 process.join()
                 return Outcome("failed", error=_death(process.exitcode))
-            if isinstance(message, Outcome):
-                return message
-            connection.send(report(message))
         elif store is not None and store.check([_FAILED]):
             return Outcome("failed")
 

@@ -148,7 +148,7 @@ DATA_RANKS = {"gpt_ddp_powersgd": 2, "gpt_fsdp": 2, "gpt_mesh_2x2": 2, "gpt_mesh
 
 def test_the_configs_train_the_same_model_on_the_same_data() -> None:
     loaded = {path.stem: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("gpt_*.yaml")}
-    assert len(loaded) == 12
+    assert len(loaded) == 13
     for name, config in loaded.items():
         config["data"]["batch_size"] *= DATA_RANKS.get(name, 1)
     for config in loaded.values():
