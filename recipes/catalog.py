@@ -105,7 +105,7 @@ class Recipe:
     def missing(self) -> str | None:
         """Returns the commands that install what is missing, or None if nothing is."""
         absent = [install for name, install in self.needs.items() if find_spec(name) is None]
-        return " && ".join(absent) or None
+        return " && ".join(dict.fromkeys(absent)) or None
 
 
 def read_recipe(config: Path) -> Recipe:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
 import lightning as L
 import pytest
 from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import StageBalancer, StepProfiler
@@ -26,6 +28,7 @@ def fit(folder: str) -> tuple[dict[str, float], dict[str, str], list[str]]:
 
 
 def fit_and_read(folder: str) -> tuple[dict[str, float], dict[str, str], list[str]]:
+    rank_zero_only.rank = int(os.environ["RANK"])  # which a launched process knows from the start
     logger = MLFlowLogger(
         tracking_uri=f"sqlite:///{folder}/runs.db", artifact_location=f"{folder}/artifacts"
     )
