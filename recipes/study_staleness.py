@@ -6,7 +6,7 @@ workers of a parameter server.
 .. code-block:: bash
 
     python -m recipes.study_staleness --quick                       # about a minute
-    python -m recipes.study_staleness                               # about 20 minutes on 2 cores
+    python -m recipes.study_staleness                               # about 40 minutes on 2 cores
     python -m recipes.study_staleness --only pipedream predict --stages 8 --optimizers adamw
     python -m recipes.study_staleness --only sync predict "diloco, 20" --width 128 --tokens 4000000
     python -m recipes.study_staleness --redraw

@@ -66,7 +66,7 @@ def draw(
         tokens, time = panels[0][column], panels[1][column]
         _lines(tokens, of_tokens, lambda c: [u * batch_tokens / 1e3 for u in c.updates])
         _lines(time, own, lambda c: list(c.seconds))
-        tokens.set_title(f"{num_stages} stages", loc="left", fontsize=11)
+        tokens.set_title(f"{num_stages} ranks", loc="left", fontsize=11)
         tokens.set_xlabel("thousand tokens")
         time.set_xlabel("simulated time (batches of one device)")
     for row in panels:
@@ -74,7 +74,11 @@ def draw(
     _limit(panels[0][0], found)
     names = {line.get_label(): line for panel in panels[1] for line in panel.get_lines()}
     figure.legend(
-        names.values(), names.keys(), loc="outside lower center", ncols=len(names), frameon=False
+        names.values(),
+        names.keys(),
+        loc="outside lower center",
+        ncols=min(len(names), 3 * len(stages)),
+        frameon=False,
     )
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     figure.savefig(path, dpi=110)

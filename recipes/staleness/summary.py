@@ -139,7 +139,7 @@ def table(found: Sequence[Curve], stages: Sequence[int]) -> str:
         found: Curves of the optimizer.
         stages: Numbers of stages.
     """
-    heads = [f"{n} stages | time" for n in stages]
+    heads = [f"{n} ranks | time" for n in stages]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + 2 * len(stages)) + "|"]
     by_place = {(curve.clocked.name, curve.num_stages): curve for curve in found}
     for clocked in CLOCKED:
