@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import optuna
 import optuna.visualization as plots
+from optuna.exceptions import ExperimentalWarning
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
@@ -57,7 +60,7 @@ def _print_table(trials: Sequence[FrozenTrial], names: list[str]) -> None:
 
 
 def _draw(study: optuna.Study, names: list[str], out: Path) -> list[Path]:
-    """Writes the pages that plotly can show; returns their paths."""
+    """Writes the pages of plotly, and a picture of matplotlib; returns their paths."""
     several = len(names) > 1
     first = {"target": lambda trial: trial.values[0], "target_name": names[0]} if several else {}
     figures = {
@@ -70,4 +73,18 @@ def _draw(study: optuna.Study, names: list[str], out: Path) -> list[Path]:
     for name, figure in figures.items():
         paths.append(out / f"{name}.html")
         figure.write_html(paths[-1], include_plotlyjs="directory")
+    if several and find_spec("matplotlib") is not None:
+        paths.append(out / "pareto.png")
+        _draw_front(study, names, paths[-1])
     return paths
+
+
+def _draw_front(study: optuna.Study, names: list[str], path: Path) -> None:
+    import matplotlib.pyplot as plt
+    from optuna.visualization.matplotlib import plot_pareto_front
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        figure = plot_pareto_front(study, target_names=names).figure
+    figure.savefig(path, dpi=80)
+    plt.close(figure)

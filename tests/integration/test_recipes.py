@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import sys
 import warnings
 from contextlib import redirect_stdout
@@ -19,6 +20,7 @@ from torch import Tensor
 from lightning_dist import DDPStrategy
 from lightning_dist.checkpoint import load_full
 from recipes import study_staleness
+from recipes.catalog import find_recipes
 from recipes.command_line import run
 from recipes.digits import DigitsDataModule, LabelledImages, load_images
 from recipes.resnet import ResNet
@@ -194,3 +196,19 @@ def test_the_study_of_stale_weights_goes_on_where_it_was(
     assert 8.1 > late[0].bits_per_byte > late[1].bits_per_byte > 6.0
     assert "| sync, 1f1b | 7.250 | " in (tmp_path / "table.md").read_text()
     assert (tmp_path / "adamw.png").exists()
+
+
+SCRIPTS = {path: r for path, r in find_recipes().items() if "recipes.train" not in r.command}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", SCRIPTS, ids=lambda path: path.stem)
+def test_each_script_runs_a_few_steps_as_a_recipe(config: Path, tmp_path: Path) -> None:
+    if install := SCRIPTS[config].missing():
+        pytest.skip(f"{config.stem} needs: {install}")
+    writes = "recipes." in SCRIPTS[config].command
+    options = [f"--out={tmp_path}"] if writes else []
+    command = [sys.executable, "-m", "recipes", "run", config.stem, "--few-steps", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not writes or any(tmp_path.iterdir())

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
 import lightning as L
 import pytest
 from lightning.pytorch.loggers import MLFlowLogger
-from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import StageBalancer, StepProfiler
 from tests.helpers.networks.models import make_loader, make_module, make_trainer
 from tests.helpers.processes.workers import WorkerPool
 
-pytest.importorskip(
-    "mlflow", reason="mlflow is not installed: pip install mlflow-skinny sqlalchemy"
+mlflow = pytest.importorskip(
+    "mlflow", reason="mlflow is not installed: pip install mlflow-skinny alembic sqlalchemy"
 )
+
+
+def uri(folder: str) -> str:
+    return f"sqlite:///{folder}/runs.db"
 
 
 def fit(folder: str) -> tuple[dict[str, float], dict[str, str], list[str]]:
@@ -28,10 +30,7 @@ def fit(folder: str) -> tuple[dict[str, float], dict[str, str], list[str]]:
 
 
 def fit_and_read(folder: str) -> tuple[dict[str, float], dict[str, str], list[str]]:
-    rank_zero_only.rank = int(os.environ["RANK"])  # which a launched process knows from the start
-    logger = MLFlowLogger(
-        tracking_uri=f"sqlite:///{folder}/runs.db", artifact_location=f"{folder}/artifacts"
-    )
+    logger = MLFlowLogger(tracking_uri=uri(folder), artifact_location=f"{folder}/artifacts")
     callbacks: list[L.Callback] = [
         StepProfiler(active_steps=2, warmup_steps=0, trace_dir=folder),
         StageBalancer(every_n_steps=5, measured_steps=2, warmup_steps=1),
@@ -58,6 +57,9 @@ def fit_and_read(folder: str) -> tuple[dict[str, float], dict[str, str], list[st
 
 @pytest.mark.long
 def test_mlflow_gets_what_it_can_show(workers: WorkerPool, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mlflow.MlflowClient(uri(str(tmp_path)))  # makes the tables: two ranks at once cannot
     (metrics, parameters, files), _ = workers.run(2, fit, str(tmp_path), timeout=120)
     assert {"profile/step_seconds", "profile/bubble_fraction", "balance/gain"} <= set(metrics)
     assert parameters["versions/torch"] == "2"

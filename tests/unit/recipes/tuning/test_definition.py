@@ -57,7 +57,7 @@ def test_what_does_not_go_with_a_schedule_is_not_drawn(
     rate = {"learning_rate": 0.02, "warmup_steps": 0}
     assert values == {**rate, "schedule": schedule, **drawn}
     assert draws.seen["learning_rate"] == (0.001, 0.02, None, True)
-    assert draws.seen["warmup_steps"] == (0, 100, 1, False)
+    assert draws.seen["warmup_steps"] == (0, 50, 1, False)
     assert f"--trainer.strategy.init_args.schedule={schedule}" in tuning.words(values)
     assert "--model.warmup_steps=0" in tuning.words(values)
 

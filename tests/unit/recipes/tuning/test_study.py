@@ -13,6 +13,7 @@ from recipes.tuning.outcome import Order, Outcome, Report
 optuna = pytest.importorskip(
     "optuna", reason="optuna is not installed: pip install 'lightning-dist[tune]'"
 )
+from recipes.tuning.report import report  # noqa: E402
 from recipes.tuning.study import StudyOwner  # noqa: E402
 
 CONFIGS = Path(__file__).parents[4] / "recipes" / "configs"
@@ -145,6 +146,25 @@ def test_a_trial_worse_than_the_median_is_pruned(own: Owns, tuning: Tuning) -> N
     assert owner.report(Report(2.0, 0))
     owner.tell(Outcome("pruned", epochs=1))
     assert [trial.state.name for trial in owner.study.trials] == ["COMPLETE", "PRUNED"]
+
+
+def test_the_front_is_printed_and_drawn(
+    own: Owns, tuning: Tuning, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    both: dict[str, Any] = {"val_loss": "minimize", "tokens_per_second": "maximize"}
+    owner = own(replace(tuning, objectives=both))
+    for loss, rate in [(1.0, 100.0), (2.0, 300.0), (3.0, 200.0)]:
+        owner.ask()
+        owner.tell(Outcome("complete", {"val_loss": loss, "tokens_per_second": rate}, 1))
+    capsys.readouterr()
+    report(owner.study, replace(tuning, objectives=both))
+    printed = capsys.readouterr().out
+    assert "3 trials complete" in printed
+    assert [line[:4] for line in printed.splitlines() if line.startswith("│")] == ["│ 0 ", "│ 1 "]
+    assert f"fit --config={tuning.base} --model.learning_rate=" in printed
+    for name in ("history.html", "slices.html", "pareto.html", "pareto.png"):
+        assert Path(tuning.out, name).exists()
 
 
 def test_a_grid_ends_the_study(own: Owns, tuning: Tuning) -> None:
