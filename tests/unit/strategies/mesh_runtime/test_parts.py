@@ -22,7 +22,9 @@ def test_the_strategies_have_names() -> None:
     assert StrategyRegistry.get("pipeline_pipedream").asynchronous
     kinds = ("DDP", "FSDP", "Hogwild", "Mesh", "ParameterServer", "Pipeline", "TensorParallel")
     names = [f"{kind}Strategy" for kind in kinds]
-    assert lightning_dist.__all__ == sorted([*names, "OuterOptimizer"])
+    assert {*names, "OuterOptimizer", "plan"} <= set(lightning_dist.__all__)
+    assert lightning_dist.__all__ == sorted(lightning_dist.__all__)
+    assert all(hasattr(lightning_dist, name) for name in lightning_dist.__all__)
 
 
 def test_random_numbers_depend_on_their_name_alone() -> None:
