@@ -10,6 +10,7 @@ in one either: what they must agree on travels with what they push.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -38,8 +39,7 @@ from lightning_dist.engine.data_parallel.server.messages import (
     ServerMode,
     ServerOptions,
 )
-from lightning_dist.engine.data_parallel.server.session import ServerSession, merge_states
-from lightning_dist.engine.data_parallel.server.shard import ShardOptimizer
+from lightning_dist.engine.data_parallel.server.session import ServerSession
 from lightning_dist.engine.data_parallel.server.stops import Decisions, ServerDecision, ServerStop
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
 from lightning_dist.engine.tensors.patch import replace_method
@@ -129,7 +129,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         )
         self._decisions = Decisions()
         self._session: ServerSession | None = None  # while a fit is set up
-        self._shard: ShardOptimizer | None = None  # a script may save it behind the run
+        self._own_values: list[dict[str, Any]] | None = None
         self._arrivals: Sequence[Arrival] = ()
         self._has_servers = False
         self._living: tuple[int, ...] = ()  # if workers were lost
@@ -212,13 +212,14 @@ class ParameterServerStrategy(DataParallelStrategy):
         )
         server = self._session.server
         self._arrivals = () if server is None else server.arrivals
-        self._shard, self._has_servers = self._session.shard, True
+        self._has_servers = True
 
     @override
     def close_session(self) -> None:
         super().close_session()
         if self._session is not None:
             self._session.close(failed=not self.is_running)
+            self._own_values = self._session.own_values
         self._session = None
 
     @override
@@ -283,20 +284,21 @@ class ParameterServerStrategy(DataParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
-        if not self._has_servers:
+        session = self._session
+        if session is not None:
+            self._own_values = session.own_values
+        with nullcontext() if session is None else session.lent_state():
+            state = super().optimizer_state(optimizer)
+            if not self._has_servers or not dist.is_initialized() or not self.is_running:
+                return state
+            part, group = (state["state"], self._own_values), self.world_group
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.gather_object(part, parts if self.is_global_zero else None, dst=0, group=group)
+        if not self.is_global_zero:
             return state
-        parts: list[Any] = [None if self._shard is None else self._shard.state(optimizer)]
-        if dist.is_initialized() and self.is_running:
-            group = self.world_group
-            gathered = [None] * dist.get_world_size(group) if self.is_global_zero else None
-            dist.gather_object(parts[0], gathered, dst=0, group=group)
-            parts = gathered or []
-        served = [part for part in parts if part is not None]
-        if not served:
-            return state
-        checks.check_servers_agree(optimizer, [values for _, values in served])
-        return merge_states(served, state)
+        checks.check_servers_agree(optimizer, [own for _, own in parts if own is not None])
+        whole = {key: value for own, _ in reversed(parts) for key, value in own.items()}
+        return {**state, "state": whole}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ class ServerSession:
     Attributes:
         worker: This rank's worker.
         server: This rank's server; None without one.
-        shard: Its weights and their optimizer.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class ServerSession:
     ) -> None:
         self._rank, self._optimizer = dist.get_rank(), optimizer
         self._partition = Partition(options.num_servers)
-        self.shard: ShardOptimizer | None = None
+        self._shard: ShardOptimizer | None = None
         self._serving: Serving | None = None
         self.server: ParameterServer | None = None
         there, back = groups
         own = MemoryChannel(), MemoryChannel()
         if self._rank < options.num_servers:
             workers = range(dist.get_world_size())
-            self.shard = ShardOptimizer(optimizer)
-            self.server = ParameterServer(self.shard, options, workers)
+            self._shard = ShardOptimizer(optimizer)
+            self.server = ParameterServer(self._shard, options, workers)
             of_workers: dict[int, tuple[Receiver, Sender]] = {self._rank: own}
             for worker in set(workers) - {self._rank}:
                 receiver = DistributedReceiver(there, worker, device, timeout_seconds=None)
@@ -83,10 +83,23 @@ class ServerSession:
         if self.server is not None:
             self.server.open()
 
+    @property
+    def own_values(self) -> list[dict[str, Any]] | None:
+        """The values of groups that this rank's server has; None without one."""
+        return None if self._shard is None else self._shard.own_values
+
     def reload(self) -> None:
         """Takes the state that was loaded into the optimizer."""
-        if self.shard is not None:
-            self.shard.reload(self._optimizer, self._partition.shards[self._rank])
+        if self._shard is not None:
+            self._shard.reload(self._optimizer, self._partition.shards[self._rank])
+        self._optimizer.state.clear()
+
+    @contextmanager
+    def lent_state(self) -> Iterator[None]:
+        """Returns a context manager that shows this rank's shard in the optimizer."""
+        if self._shard is not None:
+            self._shard.lend(self._optimizer)
+        yield
         self._optimizer.state.clear()
 
     def interrupt(self, error: BaseException) -> None:
@@ -96,26 +109,19 @@ class ServerSession:
         self.worker.interrupt(error)
 
     def close(self, *, failed: bool) -> None:
-        """Closes all channels; the state stays. Collective: every sound rank must call it."""
+        """Closes all channels, and leaves this rank's shard of the state in the optimizer.
+
+        Collective: every sound rank must call it.
+        """
         self.worker.close(failed=failed)
         if self._serving is not None:
             self._serving.close(failed=failed)
         self.worker.close_receivers(failed=failed)
+        if self._shard is not None:
+            self._shard.lend(self._optimizer)
 
     def _follow(self) -> None:
         self._partition.extend(self._optimizer)
-        if self.shard is not None:
-            self.shard.follow(self._optimizer, self._partition.shards[self._rank])
+        if self._shard is not None:
+            self._shard.follow(self._optimizer, self._partition.shards[self._rank])
         self._optimizer.state.clear()
-
-
-def merge_states(
-    parts: Sequence[tuple[dict[Any, Any], list[dict[str, Any]]]], whole: dict[str, Any]
-) -> dict[str, Any]:
-    """Merges the states of all servers with a worker's state dict, which has the rest."""
-    groups = zip(whole["param_groups"], parts[0][1], strict=True)
-    return {
-        **whole,
-        "state": {key: values for state, _ in reversed(parts) for key, values in state.items()},
-        "param_groups": [{**group, **own} for group, own in groups],
-    }

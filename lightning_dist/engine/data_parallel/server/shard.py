@@ -111,15 +111,19 @@ class ShardOptimizer:
         for own, changed in zip(self._own_keys, changes, strict=True):
             own.update(changed)
 
-    def state(self, optimizer: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-        """Returns the state by the place of a parameter, and the values of groups that are its own.
+    @property
+    def own_values(self) -> list[dict[str, Any]]:
+        """The values of each parameter group that the optimizer itself changes."""
+        values = zip(group_values(self._optimizer), self._own_keys, strict=True)
+        return [{key: group[key] for key in own} for group, own in values]
+
+    def lend(self, optimizer: Optimizer) -> None:
+        """Shows this shard's state, and its own values of groups, in the optimizer of the module.
 
         Args:
-            optimizer: The optimizer of the whole module, which numbers the parameters.
+            optimizer: The optimizer of the whole module, whose state is empty.
         """
-        groups = [group["params"] for group in optimizer.param_groups]
-        places = {p: place for place, p in enumerate(dict.fromkeys(p for g in groups for p in g))}
-        keys: dict[Any, int] = {c: places[p] for p, c in self._copies.items() if p in places}
-        state = {keys.get(key, key): values for key, values in self._optimizer.state.items()}
-        values = zip(group_values(self._optimizer), self._own_keys, strict=True)
-        return state, [{key: group[key] for key in own} for group, own in values]
+        parameters: dict[Any, nn.Parameter] = {copy: p for p, copy in self._copies.items()}
+        for key, values in self._optimizer.state.items():
+            optimizer.state[parameters.get(key, key)] = values
+        install_values(optimizer, self.own_values)
