@@ -43,6 +43,10 @@ from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names,
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor, shard_like
 from lightning_dist.engine.tensors.tree import map_leaves
 from lightning_dist.strategies.base.async_saving import AsyncSaving
+from lightning_dist.strategies.base.loaders.loader_states import (
+    keep_loader_states,
+    take_loader_states,
+)
 from lightning_dist.strategies.base.model_checks import check_group_values
 from lightning_dist.strategies.base.part_warning import warn_of_part, without_warning
 
@@ -212,6 +216,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
             path = self.broadcast(os.path.abspath(path) if is_local(path) else path)
         self.finish_save()
         checkpoint |= self.extra_state()
+        if dist.is_initialized() and self.mesh.data_size > 1:
+            keep_loader_states(checkpoint, self.data_group)
         with self.file_work(f"saving {path}"):
             self._save(checkpoint, path, storage_options)
 
@@ -307,6 +313,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
         with self.file_work(f"loading {path}"):
             checkpoint = self._load(path, weights_only)
         self.load_extra_state(checkpoint)
+        mesh = self.mesh
+        take_loader_states(checkpoint, mesh.data_index(self.global_rank), mesh.data_size)
         return checkpoint
 
     def _load(self, path: str, weights_only: bool | None) -> dict[str, Any]:
