@@ -44,16 +44,13 @@ class LocalSGD:
     """Counts a replica's local steps, and averages the weights when they are due.
 
     Args:
-        module: This rank's replica.
+        module: This rank's replica, or part of it; with at least as many parameters as fragments.
         group: Group of the replicas.
         rounds: When weights are averaged, and how.
 
     Attributes:
         outer: Steps from the weights of one average to those of the next (DiLoCo); None takes the
             average itself.
-
-    Raises:
-        ValueError: The module has fewer parameters than fragments.
     """
 
     def __init__(self, module: nn.Module, group: DeviceGroup, rounds: LocalConfig) -> None:
@@ -64,11 +61,7 @@ class LocalSGD:
         self._is_alone = group.size == 1 and self.outer is None
         self._num_local_steps = 0
         parameters = list(module.parameters())
-        if rounds.fragments > len(parameters):
-            raise ValueError(
-                f"fragments={rounds.fragments} are more than the model's {len(parameters)}"
-                " parameters."
-            )
+        assert rounds.fragments <= len(parameters)
         self._fragments = []
         sizes = [max(parameter.numel(), 1) for parameter in parameters]
         counts = partition_layers(sizes, rounds.fragments)

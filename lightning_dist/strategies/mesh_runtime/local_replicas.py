@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
@@ -48,6 +49,15 @@ class LocalReplicas(DataParallelStrategy):
     def open_session(self, trainer: pl.Trainer) -> None:
         if not self.is_fitting:
             return
+        fragments = self._local_config.fragments
+        if fragments > 1:
+            own = len(list(self.module.parameters()))
+            fewest = min(gather_objects(own, self.world_group))
+            if fragments > fewest:
+                raise ValueError(
+                    f"fragments={fragments} are more than the {fewest} parameters of a rank. Use up"
+                    f" to {fewest}."
+                )
         self._local = LocalSGD(self.module, self.device_group("dp_replicate"), self._local_config)
         self._outer_steps = self._local.outer
         if self._outer_steps is not None:

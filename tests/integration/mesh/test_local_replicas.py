@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lightning_dist import DDPStrategy, MeshStrategy, OuterOptimizer
+from lightning_dist.checkpoint import load_full
+from lightning_dist.engine.checkpoint.files import REPLICAS
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
@@ -57,12 +59,16 @@ def loader_of(inside: str) -> DataLoader:
     return DataLoader(Subset(make_data(NUM_SAMPLES), own), batch_size=2)
 
 
-def strategy_of(inside: str, local: LocalConfig) -> Any:
+def strategy_of(inside: str, local: LocalConfig, save_full: bool | None) -> Any:
     if inside == "ddp":
-        outer = local.outer
-        return DDPStrategy(sync_every=local.sync_every, outer=outer, fragments=local.fragments)
+        return DDPStrategy(sync_every=local.sync_every, outer=local.outer)
     return MeshStrategy(
-        dp_replicate=2, pipeline=PIPELINE, tensor=TENSOR, local=local, **SIZES[inside]
+        dp_replicate=2,
+        pipeline=PIPELINE,
+        tensor=TENSOR,
+        local=local,
+        save_full=save_full,
+        **SIZES[inside],
     )
 
 
@@ -71,16 +77,19 @@ def fit(
     local: LocalConfig,
     resume: str | None = None,
     folder: str | None = None,
+    save_full: bool | None = None,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     module = make_module(Classifier, optimizer="adamw" if folder is not None else "sgd")
     saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     trainer = make_trainer(
         devices=2 if inside == "ddp" else 4,
-        strategy=strategy_of(inside, local),
+        strategy=strategy_of(inside, local, save_full),
         max_epochs=1 if folder is None else 2,
         limit_val_batches=0,
         enable_checkpointing=folder is not None,
         callbacks=[saves] if folder is not None else [],
+        **(options or {}),
     )
     loader = share_of(int(os.environ["RANK"]), NUM_SAMPLES) if inside == "ddp" else None
     trainer.fit(module, loader or loader_of(inside), make_loader(8), ckpt_path=resume)
@@ -124,14 +133,29 @@ def test_a_rate_of_1_without_momentum_takes_the_mean_to_the_last_bit(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("inside", SIZES)
+def test_accumulates_and_clips_as_whole_replicas_do(workers: WorkerPool, inside: str) -> None:
+    config, options = LocalConfig(2, outer=DILOCO), {"gradient_clip_val": 0.05}
+    options |= {"accumulate_grad_batches": 2}
+    whole, _ = workers.run(2, fit, "ddp", config, None, None, None, options)
+    with all_alike(workers.run(4, fit, inside, config, None, None, None, options)) as found:
+        assert difference(found, whole) < 1e-12
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("save_full", [None, True])
 @pytest.mark.parametrize("inside", ["shards", "stages"])
 def test_a_checkpoint_in_the_middle_of_a_round(
-    workers: WorkerPool, inside: str, tmp_path: Path
+    workers: WorkerPool, inside: str, save_full: bool | None, tmp_path: Path
 ) -> None:
     config, path = LocalConfig(5, outer=DILOCO), str(tmp_path / "epoch=0.ckpt")
-    whole = joined(workers.run(4, fit, inside, config, None, str(tmp_path)))
-    resumed = joined(workers.run(4, fit, inside, config, path, str(tmp_path)))
+    whole = joined(workers.run(4, fit, inside, config, None, str(tmp_path), save_full))
+    resumed = joined(workers.run(4, fit, inside, config, path, str(tmp_path), save_full))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    saved = load_full(path)
+    first, second = (saved[key][0]["state"] for key in ("optimizer_states", REPLICAS))
+    assert first.keys() == second.keys() == set(range(len(whole)))
+    assert not any(torch.equal(first[n]["exp_avg"], second[n]["exp_avg"]) for n in first)
     # The state of each replica's optimizer goes on elsewhere.
     elsewhere, _ = workers.run(2, fit, "ddp", config, path, str(tmp_path))
     assert difference(elsewhere, whole) < 1e-12
@@ -146,6 +170,13 @@ def test_pipedream_is_refused() -> None:
 def test_one_replica_has_none_to_average_with() -> None:
     with pytest.raises(ValueError, match=r"sync_every=5.*dp_replicate=1 leaves one"):
         MeshStrategy(dp_shard=2, local=LocalConfig(5))
+
+
+@pytest.mark.long
+def test_more_fragments_than_a_stage_has_parameters(workers: WorkerPool) -> None:
+    config = LocalConfig(20, 0, DILOCO, fragments=20)
+    with pytest.raises(CaseFailedError, match="fragments=20 are more than the 14 parameters"):
+        workers.run(4, fit, "stages", config)
 
 
 class Tied(Classifier):
