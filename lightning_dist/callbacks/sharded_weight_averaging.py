@@ -66,10 +66,10 @@ class ShardedWeightAveraging(pl.Callback):
         view = view_of(trainer.strategy)
         if view is not None and view.local_steps:
             raise ValueError(
-                f"ShardedWeightAveraging averages what a rank holds, and with sync_every="
-                f"{view.local_steps + 1} each replica's weights are its own between two averages of"
-                " them, so that replicas would end with different ones. Use sync_every=1, or leave"
-                " the callback out."
+                "ShardedWeightAveraging averages what a rank holds, and under this strategy ranks"
+                f" step apart, as with sync_every={view.local_steps + 1}, so that they would end"
+                " with different averages. Let them step together (sync_every=1, mode='sync'), or"
+                " leave the callback out."
             )
 
     @override

@@ -8,6 +8,7 @@ sparse. Ranks meet at validation, checkpoints and ends of epochs, and nowhere el
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,7 @@ from lightning_dist.engine.common.table import format_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.data_parallel.shared_weights import SharedWeights
 from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 
@@ -94,6 +96,10 @@ class HogwildStrategy(DataParallelStrategy):
                 f" {self.root_device}. Pass accelerator='cpu', or use DDPStrategy."
             )
         return MeshShape(dp_replicate=world_size)
+
+    @override
+    def view(self) -> RankView:
+        return replace(super().view(), local_steps=self._max_lead)
 
     @property
     @override

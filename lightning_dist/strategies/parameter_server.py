@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -46,6 +47,7 @@ from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 
@@ -154,6 +156,10 @@ class ParameterServerStrategy(DataParallelStrategy):
     def _shares_steps(self) -> bool:
         """Whether each step ties all ranks."""
         return self._options.mode == "sync"
+
+    @override
+    def view(self) -> RankView:
+        return replace(super().view(), local_steps=0 if self._shares_steps else 1)
 
     @override
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:

@@ -23,6 +23,7 @@ ENDS = [
     Case("pipedream", faults=(Fault("SIGKILL", "save", 3, 0.01),), saves=1),
     Case("ddp", faults=(Fault("raise", "validation", 2, target=0),)),
     Case("pipedream", faults=(Fault("SIGTERM", "drain", 2, 0.002, target=0),)),
+    Case("server", faults=(Fault("SIGKILL", "save", 3, 0.01),), saves=1),
     Case("1f1b", faults=(Fault("SIGUSR1", "validation", 2, 0.005),)),
     Case("fsdp", faults=(Fault("SIGKILL", "step", 8, 0.003, target=ALL),), saves=-1),
     Case("mesh", faults=(Fault("raise", "save", 4),)),

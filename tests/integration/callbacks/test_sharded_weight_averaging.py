@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist import DDPStrategy
+from lightning_dist import DDPStrategy, ParameterServerStrategy
 from lightning_dist.callbacks import ShardedWeightAveraging
 from lightning_dist.checkpoint import load_full
 from tests.helpers.networks.foreach import foreach_by_default
@@ -193,4 +193,7 @@ def test_replicas_that_step_on_their_own_are_refused() -> None:
     averaging, module = ShardedWeightAveraging(), make_module(Synced)
     with pytest.raises(ValueError, match="sync_every=4.*sync_every=1"):
         averaging.setup(make_trainer(strategy=DDPStrategy(sync_every=4)), module, "fit")
+    trainer = make_trainer(devices=1, strategy=ParameterServerStrategy("async"))
+    with pytest.raises(ValueError, match="mode='sync'"):
+        averaging.setup(trainer, module, "fit")
     averaging.setup(make_trainer(strategy=DDPStrategy()), module, "fit")

@@ -97,7 +97,7 @@ def attempt(name: str, path: str) -> tuple[str, str]:
     return "nothing", ""
 
 
-@pytest.mark.some("few", "length")
+@pytest.mark.some("few")
 @pytest.mark.parametrize("name", CASES)
 def test_is_refused_on_each_rank(workers: WorkerPool, name: str, tmp_path: Any) -> None:
     answers = workers.run(2, attempt, name, str(tmp_path / "x.ckpt"))

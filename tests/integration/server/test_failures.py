@@ -33,7 +33,7 @@ def test_a_killed_worker_does_not_stop_the_others(
         assert (tmp_path / "saved" / "epoch=1-step=12.ckpt").exists(), run.output
 
 
-@pytest.mark.some("bounded-1", "async-0")
+@pytest.mark.some("async-0")
 @pytest.mark.parametrize(("mode", "killed"), [("sync", 1), ("bounded", 1), ("async", 0)], ids=str)
 def test_a_killed_rank_ends_all_with_the_cause(
     warm_python: WarmPython, tmp_path: Path, mode: str, killed: int
@@ -47,7 +47,7 @@ def test_a_killed_rank_ends_all_with_the_cause(
     assert "Going on" not in run.output
 
 
-@pytest.mark.some("async")
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["sync", "async", "bounded"])
 def test_a_users_exception_ends_all_ranks_and_is_shown_first(
     warm_python: WarmPython, tmp_path: Path, mode: str
@@ -58,7 +58,7 @@ def test_a_users_exception_ends_all_ranks_and_is_shown_first(
     assert errors_in(run.output)[0] == "KeyError", run.output
 
 
-@pytest.mark.some("async")
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["sync", "async", "bounded"])
 def test_sigterm_ends_all_ranks_behind_one_update(
     warm_python: WarmPython, tmp_path: Path, mode: str

@@ -87,6 +87,7 @@ def fit_both() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return fit(HogwildStrategy()), fit("auto")
 
 
+@pytest.mark.long
 def test_one_worker_is_one_device_to_the_last_bit(workers: WorkerPool) -> None:
     ((found, expected),) = workers.run(1, fit_both)  # another process may round otherwise
     for name, value in expected.items():
@@ -108,6 +109,7 @@ def fit_still() -> tuple[dict[str, Tensor], bool]:
     return state_of(module), torch.equal(module.model[0].conv.weight, 4.0 * before)
 
 
+@pytest.mark.long
 def test_what_hooks_of_all_ranks_change_changes_once(workers: WorkerPool) -> None:
     assert [is_right for _, is_right in workers.run(WORKERS, fit_still)] == [True] * WORKERS
 

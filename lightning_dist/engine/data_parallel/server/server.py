@@ -67,11 +67,12 @@ class ParameterServer:
             self._is_open = True
             self._changed.notify_all()
 
-    def fail(self, text: str) -> None:
-        """Ends all waits."""
+    def fail(self, text: str) -> str:
+        """Ends all waits; returns why the server has failed first."""
         with self._changed:
             self._failure = self._failure or text
             self._changed.notify_all()
+            return self._failure
 
     # --- of all workers ----------------------------------------------------------------------
 

@@ -86,5 +86,4 @@ class Serving:
             return self._server.answer(worker, request)  # type: ignore[arg-type]
         except Exception as error:  # each worker must learn of it
             text = f"The server of rank {self._rank} failed: {type(error).__name__}: {error}"
-            self._server.fail(text)
-            return Reply([], failure=text)
+            return Reply([], failure=self._server.fail(text))
