@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo recipes notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-start bench-memory bench-profiler bench-network bench-scaling faults fuzz gpu clean
+.PHONY: help install demo recipes notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-start bench-memory bench-profiler bench-network bench-scaling bench-planner faults fuzz gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -120,6 +120,9 @@ gpu: $(GPU_STAMP)  ## Find out on a GPU what is untested there; GPU_PYTHON= has 
 
 bench-scaling: install  ## Print how messages, memory and start-up grow with the number of ranks
 	$(BIN)/python -m tests.benchmarks.scaling
+
+bench-planner: install  ## Print plans beside what they take, for four models on 2 and 4 ranks
+	$(BIN)/python -m tests.benchmarks.planner
 
 clean:  ## Remove .venv, the site and caches
 	rm -rf $(VENV) $(GPU_VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

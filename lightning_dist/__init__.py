@@ -7,6 +7,7 @@ Importing this package registers its strategies' names, so that
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_dist.planner import plan
 from lightning_dist.registration import register_strategies
+from lightning_dist.strategies.auto import AutoStrategy
 from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.fsdp import FSDPStrategy
 from lightning_dist.strategies.hogwild import HogwildStrategy
@@ -16,6 +17,7 @@ from lightning_dist.strategies.pipeline import PipelineStrategy
 from lightning_dist.strategies.tensor_parallel import TensorParallelStrategy
 
 __all__ = [
+    "AutoStrategy",
     "DDPStrategy",
     "FSDPStrategy",
     "HogwildStrategy",

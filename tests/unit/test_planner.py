@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lightning_dist
-from lightning_dist import MeshStrategy
+from lightning_dist import AutoStrategy, MeshStrategy
 from lightning_dist.__main__ import main
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.planning.search.layout import Layout
@@ -99,3 +99,18 @@ def test_a_strategy_from_a_plan() -> None:
     assert strategy.mesh_shape(2) == found.best.layout.mesh
     with pytest.raises(ValueError, match=r"\['pp'\] already"):
         MeshStrategy.from_plan(found.best, pp=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pp": 2}, r"decides on \['pp'\]"),
+        ({"replicas": 0}, "replicas=0"),
+        ({"memory_gib": -1.0}, "memory_gib=-1.0"),
+        ({"schedules": ["pipedream"]}, "stale weights"),
+        ({"num_plans": 0}, "num_plans=0"),
+    ],
+)
+def test_arguments_that_the_planner_refuses(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AutoStrategy(**arguments)

@@ -23,13 +23,14 @@ _SECONDS_PER_ROUND = 0.1
 _MOST_MESSAGES = 50
 
 
-def measure_links(mesh: DeviceMesh) -> dict[str, LinkFit]:
+def measure_links(mesh: DeviceMesh, last_bytes: int = _LAST_BYTES) -> dict[str, LinkFit]:
     """Fits latency and bandwidth of each axis. Collective: every rank of the world must call it.
 
     It sends messages of 1 KiB to 64 MiB, which takes some seconds, and longer over slow links.
 
     Args:
         mesh: Mesh of all ranks, with names.
+        last_bytes: Bytes of the largest message, at least 4 KiB.
 
     Returns:
         By name, each axis that has several ranks; the seconds are those of the slowest rank, so
@@ -42,7 +43,7 @@ def measure_links(mesh: DeviceMesh) -> dict[str, LinkFit]:
     if mesh.mesh_dim_names is None:
         raise ValueError("The mesh has no names. Create it with init_device_mesh(mesh_dim_names=…)")
     sizes = [_FIRST_BYTES]
-    while sizes[-1] < _LAST_BYTES:
+    while sizes[-1] < last_bytes:
         sizes.append(sizes[-1] * _FACTOR)
     device = torch.device(mesh.device_type)
     groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}

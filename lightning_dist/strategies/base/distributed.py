@@ -134,11 +134,19 @@ class DistributedStrategy(ProcessMesh):
         super().setup_environment()
         with ending_with_launcher():
             self._meet()
+        self.join_mesh()
+        self._agree_on_start()
+
+    def join_mesh(self) -> None:
+        """Opens what depends on the sizes of the mesh. Collective: every rank must call it."""
+        if self._read == "first" and self.mesh.data_size < self.mesh.world_size:
+            group = self.group("pp", "tp", purpose="batches", timeout=_NEVER)
+            channel = open_channel(group, self.root_device, self.timeout_seconds)
+            self._loaders = ReplicaLoaders(channel)
         if self.mesh.data_size == 1:
             lightning_loaders.keep_users_samplers(self.module.trainer)
         share_random_state(self.group("pp", "tp"))
         self.device_group(*DATA_AXES)  # here all ranks are; a value may be logged on some alone
-        self._agree_on_start()
 
     def _agree_on_start(self) -> None:
         """Takes rank 0's seed, and compares the environments, all in one collective."""
@@ -169,16 +177,12 @@ class DistributedStrategy(ProcessMesh):
             interrupt=self._wake,
             is_stop_due=self._is_stop_due,
             notes=self.make_notes(self.world_group),
-            steps_are_local=self.holds_whole_model,
+            steps_are_local=lambda: self.holds_whole_model,
             timeout_seconds=self.timeout_seconds,
             outlives=self.outlives,
         )
         listener = LambdaCallback(on_exception=lambda _, __, error: self._report(error))
         self._undo_callbacks.callback(add_first_callback(self.module.trainer, listener))
-        if self._read == "first" and self.mesh.data_size < self.mesh.world_size:
-            group = self.group("pp", "tp", purpose="batches", timeout=_NEVER)
-            channel = open_channel(group, self.root_device, self.timeout_seconds)
-            self._loaders = ReplicaLoaders(channel)
 
     @property
     def holds_whole_model(self) -> bool:

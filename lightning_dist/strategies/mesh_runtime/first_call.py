@@ -58,39 +58,17 @@ class FirstCall:
         """
         module = self.trainer.lightning_module
         with random_state_kept(module.device), state_kept(module):
-            batch, num_loaders = self._share_batch(path)
+            purpose = f"layers='trace' reads the first batch to see what {path!r} is called with"
+            read = share_first_batch(self.trainer, self.begun, purpose)
+            if read is None:
+                raise ValueError(
+                    "layers='trace' needs an example of what the traced module is called with, and"
+                    f" this run has no first batch to show it.{SET_AN_EXAMPLE}"
+                )
+            batch, num_loaders = read
             arguments = self._run_step(module, traced, path, batch, num_loaders)
         cpu = torch.device("cpu")
-        return _copied(self._share(_copied(arguments, cpu)), module.device)
-
-    def _share(self, value: _Value) -> _Value:
-        return value if self.trainer.world_size == 1 else self.trainer.strategy.broadcast(value)
-
-    def _share_batch(self, path: str) -> tuple[Any, int]:
-        """Reads a batch on rank 0, and broadcasts the batch to all ranks."""
-        read: tuple[Any, int] | None = None
-        problem = ""
-        if self.trainer.is_global_zero:
-            try:
-                read = read_first_batch(self.trainer, self.begun)
-            except Exception as error:
-                if self.trainer.world_size == 1:
-                    raise
-                problem = f"{type(error).__name__}: {error}"
-        else:
-            lightning_loaders.request_loaders(self.trainer)  # all ranks call a hook, or none
-        read, problem = self._share((read, problem))
-        if problem:
-            raise ValueError(
-                f"layers='trace' reads the first batch to see what {path!r} is called with, and"
-                f" reading it failed: {problem}"
-            )
-        if read is None:
-            raise ValueError(
-                "layers='trace' needs an example of what the traced module is called with, and"
-                f" this run has no first batch to show it.{SET_AN_EXAMPLE}"
-            )
-        return read
+        return _copied(_share(self.trainer, _copied(arguments, cpu)), module.device)
 
     def _run_step(
         self, module: pl.LightningModule, traced: nn.Module, path: str, batch: Any, loaders: int
@@ -127,6 +105,43 @@ class FirstCall:
                 return "test_step", precision.test_step_context
             case _:
                 return "predict_step", precision.predict_step_context
+
+
+def _share(trainer: pl.Trainer, value: _Value) -> _Value:
+    return value if trainer.world_size == 1 else trainer.strategy.broadcast(value)
+
+
+def share_first_batch(
+    trainer: pl.Trainer, begun: BegunLoaders, purpose: str
+) -> tuple[Any, int] | None:
+    """Reads the first batch on rank 0, and broadcasts it to all ranks. Collective.
+
+    Args:
+        trainer: The trainer, before it runs; its strategy has set the processes up.
+        begun: Records the loaders that cannot be read anew.
+        purpose: What the batch is for, for messages.
+
+    Returns:
+        The collated batch, and the number of loaders; None without a batch.
+
+    Raises:
+        ValueError: Reading failed on rank 0.
+    """
+    read: tuple[Any, int] | None = None
+    problem = ""
+    if trainer.is_global_zero:
+        try:
+            read = read_first_batch(trainer, begun)
+        except Exception as error:
+            if trainer.world_size == 1:
+                raise
+            problem = f"{type(error).__name__}: {error}"
+    else:
+        lightning_loaders.request_loaders(trainer)  # all ranks call a hook, or none
+    read, problem = _share(trainer, (read, problem))
+    if problem:
+        raise ValueError(f"{purpose}, and reading it failed: {problem}")
+    return read
 
 
 @contextmanager

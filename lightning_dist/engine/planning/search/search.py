@@ -41,6 +41,7 @@ class Request:
         batch_size: Samples of each data replica's batch; None if the global batch is given.
         schedules: Schedules of stages.
         recompute: Whether activations may be computed again.
+        replicas: Number of data replicas; None for any.
         num_plans: Number of plans that are wanted.
 
     Raises:
@@ -51,6 +52,7 @@ class Request:
     batch_size: int | None = None
     schedules: tuple[str, ...] = tuple(family.name for family in SYNCHRONOUS)
     recompute: bool = True
+    replicas: int | None = None
     num_plans: int = 10
 
     def __post_init__(self) -> None:
@@ -87,9 +89,9 @@ def search(costs: ModelCosts, machine: Machine, request: Request) -> Ranking:
     layouts = list(all_layouts(costs, machine, request))
     if not layouts:
         raise ValueError(
-            f"No mesh of {machine.world_size} ranks divides a global batch of"
-            f" {request.global_batch} samples: each data replica needs one at least. Use a multiple"
-            f" of {machine.world_size}, or fewer ranks."
+            f"No mesh of {machine.world_size} ranks has replicas={request.replicas} and divides a"
+            f" global batch of {request.global_batch} samples: each data replica needs one at"
+            f" least. Use a multiple of {machine.world_size}, or fewer ranks."
         )
     best: list[tuple[float, int, Layout]] = []
     tight: list[Layout] = []
@@ -139,7 +141,7 @@ def all_layouts(costs: ModelCosts, machine: Machine, request: Request) -> Iterat
         size, rest = (request.batch_size, 0)
         if request.global_batch is not None:
             size, rest = divmod(request.global_batch, mesh.data_size)
-        if rest or not size:
+        if rest or not size or request.replicas not in (None, mesh.data_size):
             continue
         for recomputes in again:
             whole = Layout(mesh, size, recomputes=recomputes, layers=costs.layers)

@@ -55,7 +55,7 @@ class RunGuard:
         interrupt: Raises an error in this rank's main thread, where it waits for another rank.
         is_stop_due: Whether to ask for a stop at the first batch boundary.
         notes: The notes of all ranks.
-        steps_are_local: Whether an exception in a step leaves no other rank inside of that step.
+        steps_are_local: Returns whether an exception in a step leaves no other rank inside of it.
         timeout_seconds: Seconds that ranks wait for a rank that does not answer.
         outlives: Returns whether this rank goes on behind another one's failure.
     """
@@ -69,7 +69,7 @@ class RunGuard:
         interrupt: Callable[[BaseException], None],
         is_stop_due: bool,
         notes: RankNotes,
-        steps_are_local: bool,
+        steps_are_local: Callable[[], bool],
         timeout_seconds: float,
         outlives: Callable[[Failure], bool],
     ) -> None:
@@ -221,7 +221,7 @@ class RunGuard:
 
     def _is_shared(self, error: BaseException) -> bool:
         """Returns whether all ranks have failed alike, after a short wait; called once in a run."""
-        if lightning_internals.is_raised_in_step(error) and not self._steps_are_local:
+        if lightning_internals.is_raised_in_step(error) and not self._steps_are_local():
             return False
         numbers = [_digest(error, self._trainer)]
         found = threading.Event()

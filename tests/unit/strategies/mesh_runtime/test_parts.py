@@ -17,10 +17,19 @@ from lightning_dist.strategies.mesh_runtime.checks import check_precision
 def test_the_strategies_have_names() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
-    names = ["pipeline", "pipeline_gpipe", "pipeline_1f1b", "pipeline_pipedream"]
+    names = ["auto_dist", "pipeline", "pipeline_gpipe", "pipeline_1f1b", "pipeline_pipedream"]
     assert set(names) <= set(StrategyRegistry.available_strategies())
     assert StrategyRegistry.get("pipeline_pipedream").asynchronous
-    kinds = ("DDP", "FSDP", "Hogwild", "Mesh", "ParameterServer", "Pipeline", "TensorParallel")
+    kinds = (
+        "Auto",
+        "DDP",
+        "FSDP",
+        "Hogwild",
+        "Mesh",
+        "ParameterServer",
+        "Pipeline",
+        "TensorParallel",
+    )
     names = [f"{kind}Strategy" for kind in kinds]
     assert {*names, "OuterOptimizer", "plan"} <= set(lightning_dist.__all__)
     assert lightning_dist.__all__ == sorted(lightning_dist.__all__)

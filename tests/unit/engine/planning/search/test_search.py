@@ -101,7 +101,7 @@ def test_nothing_fits() -> None:
 
 def test_no_mesh_divides_the_batch() -> None:
     costs = replace(model(), can_cut=False)
-    with pytest.raises(ValueError, match="divides a global batch of 7"):
+    with pytest.raises(ValueError, match="global batch of 7"):
         search(costs, machine(1e9), Request(global_batch=7))
 
 

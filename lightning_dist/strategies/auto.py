@@ -1,0 +1,203 @@
+"""A mesh that is chosen when training begins, by measuring.
+
+The ranks meet as data replicas. Before the model is placed, its layers are timed on the first
+batch, and the links between the ranks. Rank 0 searches all layouts, and all ranks take the best.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities import rank_zero_info
+from typing_extensions import override
+
+from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.comms.group_pool import pool_of_world
+from lightning_dist.engine.planning.links import Link
+from lightning_dist.engine.planning.search.machine import NO_LINK, Machine
+from lightning_dist.engine.planning.search.model_costs import ModelCosts
+from lightning_dist.engine.planning.search.plan import Ranking
+from lightning_dist.engine.planning.search.search import Request, search
+from lightning_dist.engine.profiling.links import measure_links
+from lightning_dist.strategies.base import lightning_loaders
+from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
+from lightning_dist.strategies.mesh import MeshStrategy, arguments_of
+from lightning_dist.strategies.mesh_runtime.first_call import share_first_batch
+from lightning_dist.strategies.mesh_runtime.measure_costs import (
+    Measurement,
+    memory_of,
+    tensor_sizes_of,
+)
+
+_KEY = "lightning_dist_plan"
+_LAST_BYTES = 1 << 22
+_GPU_OVERLAP = 0.9
+
+
+class AutoStrategy(MeshStrategy):
+    """Chooses the sizes of a mesh when a fit begins, and trains on it.
+
+    It measures the module on the first batch and the links, for some seconds, and prints the best
+    plans. As everywhere in Lightning, the loader's batch is that of one data replica: layouts are
+    compared by the time of a sample, and one with fewer replicas has a smaller global batch. Each
+    rank builds the whole module once.
+
+    The plan goes to the loggers' hyperparameters, and into checkpoints as ``lightning_dist_plan``.
+    A later fit of this strategy keeps it.
+
+    Args:
+        replicas: Number of data replicas, to keep the global batch; None allows any.
+        memory_gib: GiB that a rank may use; None takes the GPU's memory, or a share of the host's.
+        schedules: Schedules that are allowed; None allows all synchronous ones.
+        recompute: Whether activations may be computed again.
+        states_per_parameter: Tensors of a parameter's size that the optimizer keeps: 2 for AdamW, 1
+            for momentum, 0 for plain SGD.
+        num_plans: Number of plans to compare and print.
+        arguments: Other arguments of :class:`MeshStrategy`, such as ``timeout_s``.
+
+    Raises:
+        ValueError: An argument is out of range, or is one that the plan decides.
+    """
+
+    def __init__(
+        self,
+        replicas: int | None = None,
+        memory_gib: float | None = None,
+        schedules: list[str] | None = None,
+        recompute: bool = True,
+        states_per_parameter: int = 2,
+        num_plans: int = 10,
+        **arguments: Any,
+    ) -> None:
+        if planned := sorted({"pipeline", "shard", *MeshShape().sizes} & arguments.keys()):
+            raise ValueError(f"The plan decides on {planned}. Leave them out, or use MeshStrategy.")
+        if replicas is not None:
+            check_count("replicas", replicas)
+        if memory_gib is not None and not memory_gib > 0:
+            raise ValueError(f"memory_gib={memory_gib} must be above zero, or None.")
+        super().__init__(dp_shard=1, meta_init=False, **arguments)
+        self._memory_gib = memory_gib
+        # The first batch tells how large it is.
+        self._request = Request(
+            batch_size=1, recompute=recompute, replicas=replicas, num_plans=num_plans
+        )
+        if schedules is not None:
+            self._request = replace(self._request, schedules=tuple(schedules))
+        self._states = states_per_parameter
+        self._begun = BegunLoaders()
+        self._ranking: Ranking | None = None
+
+    @property
+    def ranking(self) -> Ranking | None:
+        """The plans that were compared, of which the first runs; None before the first fit."""
+        return self._ranking
+
+    @override
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        if self._ranking is None:
+            return MeshShape(dp_replicate=world_size)
+        return super().mesh_shape(world_size)
+
+    @override
+    def check_run(self, trainer: pl.Trainer) -> None:
+        if self.is_fitting and self._ranking is None:
+            ranking = self._search(trainer)
+            rank_zero_info(f"{ranking.table().title}\n{ranking.table()}")
+            self._adopt(ranking)
+            for logger in trainer.loggers:
+                logger.log_hyperparams({_KEY: ranking.best.to_dict()})
+        super().check_run(trainer)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return super().process_dataloader(self._begun.resume(dataloader))
+
+    @override
+    def extra_state(self) -> dict[str, Any]:
+        state = super().extra_state()
+        ranking = self._ranking
+        return state if ranking is None else state | {_KEY: ranking.best.to_dict()}
+
+    def _adopt(self, ranking: Ranking) -> None:
+        """Puts the ranks on the mesh of the best plan. Collective: every rank must call it."""
+        self._ranking = ranking
+        layout = ranking.best.layout
+        arguments = arguments_of(layout)
+        self._pipeline_config, self._shard_config = arguments["pipeline"], arguments["shard"]
+        self._policy = self._shard_config.policy
+        self._sizes |= layout.mesh.sizes
+        self._mesh = self.mesh_shape(self.world_size)
+        self._groups.clear()
+        self._device_mesh = None
+        self.join_mesh()
+
+    def _search(self, trainer: pl.Trainer) -> Ranking:
+        purpose = "AutoStrategy measures the module on the first batch"
+        read = share_first_batch(trainer, self._begun, purpose)
+        if read is None:
+            raise ValueError(f"{purpose}, and this run has none. Use MeshStrategy.")
+        machine = self._machine()
+        costs = self._costs(lightning_loaders.to_step(trainer, read[0], self.root_device), machine)
+        found: Ranking | str = ""
+        if trainer.is_global_zero:
+            batch_size = costs.batches[-1].num_samples
+            try:
+                found = search(costs, machine, replace(self._request, batch_size=batch_size))
+            except ValueError as error:
+                found = str(error)
+        found = self.broadcast(found)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
+
+    def _costs(self, batch: Any, machine: Machine) -> ModelCosts:
+        """Measures the module on as many ranks of each host as compute at the same time."""
+        measurement = Measurement(
+            self.root_device,
+            self.precision_plugin.train_step_context,
+            tensor_sizes_of(machine),
+            self._states,
+        )
+        costs = None
+        self.module.to(self.root_device)
+        self.barrier("measure")
+        if machine.processors is None or self.local_rank < max(1, int(machine.processors)):
+            costs = measurement.costs(self.module, batch)
+        self.module.to("cpu")
+        found: ModelCosts = self.broadcast(costs)
+        return found
+
+    def _machine(self) -> Machine:
+        """Returns the machine of this run. Collective: every rank must call it."""
+        hosts = Counter(gather_objects(socket.gethostname(), self.world_group))
+        per_host = self.world_size // len(hosts)
+        if {*hosts.values()} != {per_host}:
+            raise ValueError(
+                f"AutoStrategy plans for hosts with as many ranks each, and these have"
+                f" {dict(hosts)}. Use MeshStrategy."
+            )
+        shape = MeshShape(dp_replicate=len(hosts), dp_shard=per_host)
+        mesh = pool_of_world().mesh(shape, self.root_device.type, self.device_backend)
+        fits = measure_links(mesh, _LAST_BYTES) if self.world_size > 1 else {}
+        links = {name: fit.link for name, fit in fits.items()}
+        between = links.get("dp_replicate", NO_LINK)
+        is_cpu = self.root_device.type == "cpu"
+        memory = self._memory_gib
+        return Machine(
+            self.world_size,
+            memory_of(self.root_device, per_host) if memory is None else memory * 2**30,
+            num_hosts=len(hosts),
+            within=links.get("dp_shard", NO_LINK),
+            # All ranks of a host have sent at the same time.
+            between=Link(between.latency_seconds, between.bytes_per_second * per_host),
+            processors=len(os.sched_getaffinity(0)) / torch.get_num_threads() if is_cpu else None,
+            overlap=0.0 if is_cpu else _GPU_OVERLAP,
+        )

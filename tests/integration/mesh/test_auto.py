@@ -1,0 +1,71 @@
+"""A mesh that is chosen when training begins: it trains as a single device, and says what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_dist import AutoStrategy
+from lightning_dist.checkpoint import load_full
+from lightning_dist.engine.planning.search.plan import Plan
+from tests.helpers.gpt_parity import BATCH_SIZE, TOLERANCE, data, make_gpt
+from tests.helpers.networks.models import make_trainer
+from tests.helpers.processes.workers import WorkerPool
+
+
+class Stream(IterableDataset[Any]):
+    """Can be read once only."""
+
+    def __init__(self) -> None:
+        self.samples = iter(data(16))
+
+    def __iter__(self) -> Any:
+        return self.samples
+
+
+def train(strategy: Any, devices: int, path: Path) -> Any:
+    module = make_gpt()
+    trainer = make_trainer(devices=devices, strategy=strategy)
+    loaders = (DataLoader(it, batch_size=BATCH_SIZE) for it in (Stream(), data(BATCH_SIZE)))
+    trainer.fit(module, *loaders)
+    trainer.save_checkpoint(path)
+    return trainer.global_step
+
+
+def train_planned(path: Path, replicas: int | None) -> Any:
+    strategy = AutoStrategy(replicas=replicas, timeout_s=60.0)
+    num_steps = train(strategy, 2, path)
+    assert strategy.ranking is not None
+    return num_steps, strategy.ranking.best
+
+
+def test_trains_on_the_best_plan_as_a_single_device(
+    workers: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (num_steps, plan), other = workers.run(2, train_planned, tmp_path / "two", 1, timeout=120.0)
+    assert other == (num_steps, plan)
+    assert plan.layout.mesh.data_size == 1  # so it has two stages, or two tensor-parallel ranks
+    assert plan.layout.batch_size == BATCH_SIZE
+    assert train("auto", 1, tmp_path / "one") == num_steps == 4
+    planned, single = (load_full(tmp_path / name) for name in ("two", "one"))
+    assert Plan.from_dict(planned["lightning_dist_plan"]) == plan
+    assert planned["state_dict"].keys() == single["state_dict"].keys()
+    for name, value in single["state_dict"].items():
+        torch.testing.assert_close(planned["state_dict"][name], value, rtol=0, atol=TOLERANCE)
+
+
+def fail_to_fit(path: Path) -> str:
+    strategy = AutoStrategy(memory_gib=1e-6, timeout_s=60.0)
+    with pytest.raises(ValueError, match="It would fit with") as error:
+        train(strategy, 2, path)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_said_on_all_ranks(workers: WorkerPool, tmp_path: Path) -> None:
+    first, second = workers.run(2, fail_to_fit, tmp_path / "none", timeout=120.0)
+    assert first == second
