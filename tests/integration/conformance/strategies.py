@@ -9,6 +9,7 @@ from functools import partial
 from lightning.pytorch.strategies import Strategy
 
 from lightning_dist import (
+    AutoStrategy,
     DDPStrategy,
     FSDPStrategy,
     MeshStrategy,
@@ -70,6 +71,7 @@ ENTRIES: dict[str, Entry] = {
     "pp-2-tp-2": Entry(
         4, 1, partial(MeshStrategy, pp=2, tp=2, tensor=TensorConfig(plan=PLAN), pipeline=THIRDS)
     ),
+    "auto-2": Entry(2, 2, partial(AutoStrategy, replicas=2)),
     "tp-2x2": Entry(4, 2, partial(TensorParallelStrategy, tp_size=2, plan=PLAN)),
 }
 
