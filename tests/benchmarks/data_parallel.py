@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist import DDPStrategy, FSDPStrategy, OuterOptimizer
+from lightning_dist import DDPStrategy, FSDPStrategy, OuterOptimizer, ParameterServerStrategy
+from lightning_dist.engine.data_parallel.server.messages import ServerMode
 from lightning_dist.engine.parallelize.shard_config import Sharded
 from tests.benchmarks.contestants import (
     BATCH,
@@ -47,6 +48,8 @@ REFERENCES = {
     "our DDPStrategy, sync_every=8": (RAW_DDP, LIGHTNINGS_DDP),
     "our DDPStrategy, DiLoCo, 8": (RAW_DDP, LIGHTNINGS_DDP),
     "our DDPStrategy, streaming DiLoCo, 8": (RAW_DDP, LIGHTNINGS_DDP),
+    "our ParameterServerStrategy, sync": (RAW_DDP, LIGHTNINGS_DDP),
+    "our ParameterServerStrategy, async": (RAW_DDP, LIGHTNINGS_DDP),
     RAW_FSDP: (RAW_FSDP, LIGHTNINGS_FSDP),
     LIGHTNINGS_FSDP: (RAW_FSDP, LIGHTNINGS_FSDP),
     "our FSDPStrategy": (RAW_FSDP, LIGHTNINGS_FSDP),
@@ -82,6 +85,10 @@ def lightning_ddp(rank: int, count: int) -> float:
 def our_ddp(rank: int, count: int, compression: str, sync_every: int = 1, **options: Any) -> float:
     strategy = DDPStrategy(compression, powersgd_start_step=2, sync_every=sync_every, **options)
     return in_lightning(strategy, count, SHARE)
+
+
+def parameter_server(rank: int, count: int, mode: ServerMode) -> float:
+    return in_lightning(ParameterServerStrategy(mode, num_servers=2), count, SHARE)
 
 
 def diloco(rank: int, count: int, **options: Any) -> float:

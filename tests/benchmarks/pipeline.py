@@ -48,6 +48,10 @@ CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
     "our DDPStrategy, sync_every=8": (d.our_ddp, ("none", 8)),
     "our DDPStrategy, DiLoCo, 8": (d.diloco, ()),
     "our DDPStrategy, streaming DiLoCo, 8": (d.streaming_diloco, ()),
+    **{
+        f"our ParameterServerStrategy, {mode}": (d.parameter_server, (mode,))
+        for mode in ("sync", "async")
+    },
     d.RAW_FSDP: (d.torch_fsdp, (1,)),
     d.LIGHTNINGS_FSDP: (d.lightning_fsdp, (1,)),
     "our FSDPStrategy": (d.our_fsdp, (1,)),
@@ -84,7 +88,7 @@ SYNCHRONOUS_PEERS = tuple(peer for peers in PEERS.values() for peer in peers)
 PEERS |= {name: SYNCHRONOUS_PEERS for name in ("ours pipedream", "ours pipedream_2bw, m=2")}
 
 IN_LIGHTNING = (
-    *(c.ours, d.lightning_ddp, d.our_ddp, d.lightning_fsdp, d.our_fsdp),
+    *(c.ours, d.lightning_ddp, d.our_ddp, d.parameter_server, d.lightning_fsdp, d.our_fsdp),
     *(t.lightning_tensor_parallel, t.our_tensor_parallel, a.lightning_2d, a.our_2d),
 )
 
