@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +54,30 @@ def finish(device: torch.device) -> None:
     """Waits for the collectives queued on a device; on a CPU they are over already."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def reduce_tensor(
+    tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None
+) -> Tensor:
+    """Reduces a tensor over the ranks of a group. Collective: every rank must call it.
+
+    Args:
+        tensor: The tensor; not changed.
+        group: A group for tensors of its device.
+        reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a ``ReduceOp``.
+
+    Returns:
+        The result; the mean of an integer tensor is floating.
+    """
+    if dist.get_world_size(group) == 1:
+        return tensor
+    name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+    is_mean = name in ("mean", "avg", dist.ReduceOp.AVG)
+    value = tensor.detach().clone()
+    if is_mean and not value.is_floating_point():
+        value = value.double()
+    op = getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) and not is_mean else name
+    dist.all_reduce(value, op=dist.ReduceOp.SUM if is_mean else op, group=group)
+    if is_mean:
+        value /= dist.get_world_size(group)
+    return value

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_dist.engine.common.device_group import DeviceGroup, check_backend
+from lightning_dist.engine.common.device_group import DeviceGroup, check_backend, reduce_tensor
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.comms import interface
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
@@ -33,34 +33,6 @@ from lightning_dist.engine.comms.meeting import Meeting, launcher_serves, meet
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.launching.launcher import ScriptLauncher
-
-
-def reduce_tensor(
-    tensor: Tensor, group: dist.ProcessGroup, reduce_op: ReduceOp | str | None
-) -> Tensor:
-    """Reduces a tensor over the ranks of a group. Collective: every rank must call it.
-
-    Args:
-        tensor: The tensor; not changed.
-        group: A group for tensors of its device.
-        reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a torch ``ReduceOp``.
-
-    Returns:
-        The result; the mean of an integer tensor is floating.
-    """
-    if dist.get_world_size(group) == 1:
-        return tensor
-    name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-    is_mean = name in ("mean", "avg", ReduceOp.AVG)
-    value = tensor.detach().clone()
-    if is_mean and not value.is_floating_point():
-        value = value.double()
-    op = getattr(ReduceOp, name.upper()) if isinstance(name, str) and not is_mean else name
-    dist.all_reduce(value, op=ReduceOp.SUM if is_mean else op, group=group)
-    if is_mean:
-        value /= dist.get_world_size(group)
-    return value
-
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
