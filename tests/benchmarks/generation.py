@@ -2,12 +2,16 @@
 
 One process with and without the cache, and two stages with one to four micro-batches, each process
 on one thread. The ways take turns in each round; ratios are of the same round.
+
+With ``--sleeping`` each block sleeps for a time in proportion to the prompts, and computes next to
+nothing. That shows which work overlaps, also where other work has the cores.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,28 +40,45 @@ def generate_anew(model: torch.nn.Module) -> torch.Tensor:
     return tokens[:, FEW.shape[1] :]
 
 
-def measure(rank: int, port: int) -> None:
+class Sleeping(torch.nn.Sequential):
+    """A layer that takes 20 ms for each prompt."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Sleeps, and calls its layer."""
+        time.sleep(0.02 * len(x))
+        return super().forward(x)
+
+
+def measure(rank: int, port: int, is_sleeping: bool) -> None:
     """Runs both ranks; rank 0 prints."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = build_gpt(**SIZES)
-    stage = model[:5] if rank == 0 else model[5:]
+    prompts = FEW if is_sleeping else PROMPTS
+    if is_sleeping:
+        first, *blocks, last = build_gpt(width=16, depth=2, num_heads=2)
+        model = torch.nn.Sequential(first, *map(Sleeping, blocks), last)
+    else:
+        model = build_gpt(**SIZES)
+    half = len(model) // 2
+    stage = model[:half] if rank == 0 else model[half:]
 
     def alone(run: Callable[[], Any]) -> None:
         if rank == 0:
             run()
 
     def staged(num_microbatches: int) -> Callable[[], Any]:
-        return lambda: generate_in_stages(stage, PROMPTS, NUM_TOKENS, num_microbatches)
+        return lambda: generate_in_stages(stage, prompts, NUM_TOKENS, num_microbatches)
 
     ways: dict[str, Callable[[], Any]] = {
         "few prompts, no cache": lambda: alone(lambda: generate_anew(model)),
         "few prompts, cache": lambda: alone(lambda: generate(model, FEW, NUM_TOKENS)),
-        "one process": lambda: alone(lambda: generate(model, PROMPTS, NUM_TOKENS)),
+        "one process": lambda: alone(lambda: generate(model, prompts, NUM_TOKENS)),
         **{f"2 stages, {m} micro-batches": staged(m) for m in (1, 2, 4)},
     }
+    if is_sleeping:
+        ways = {name: run for name, run in ways.items() if not name.startswith("few")}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_index in range(ROUNDS + 1):
         for name, run in ways.items():
@@ -70,9 +91,9 @@ def measure(rank: int, port: int) -> None:
     dist.destroy_process_group()
     if rank:
         return
-    print(f"{len(PROMPTS)} or {len(FEW)} prompts of 32 bytes, {NUM_TOKENS} new ones; {SIZES}")
+    print(f"{len(prompts)} ('few': {len(FEW)}) prompts of 32 bytes, {NUM_TOKENS} new ones")
     for name, found in seconds.items():
-        num_prompts = len(FEW) if name.startswith("few") else len(PROMPTS)
+        num_prompts = len(FEW) if name.startswith("few") else len(prompts)
         rate = num_prompts * NUM_TOKENS / statistics.median(found)
         base = seconds["few prompts, no cache" if name.startswith("few") else "one process"]
         ratios = sorted(b / f for b, f in zip(base, found, strict=True))
@@ -81,4 +102,4 @@ def measure(rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(measure, (free_port(),), nprocs=2)
+    mp.spawn(measure, (free_port(), "--sleeping" in sys.argv), nprocs=2)
