@@ -93,6 +93,7 @@ PAIRS = [
     ("fsdp-2-microsteps", "fsdp-2-recompute"),
     ("ddp-2-topk", "ddp-2-diloco"),
     ("pp-2-replicate-2", "server-2"),
+    ("server-2", "auto-2"),
 ]
 
 
