@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     doctor.set_defaults(run=run_doctor)
     planned = commands.add_parser("plan", help="find the fastest layout of a module on a machine")
     add_plan_arguments(planned)
-    planned.set_defaults(run=run_plan)
+    planned.set_defaults(run=run_plan, words=sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(arguments)
     code = options.run(parser, options)
     if code:

@@ -6,7 +6,6 @@ The module runs on this process alone, or, for a device of the table, not at all
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -57,7 +56,8 @@ def plan(
     """Finds the fastest layouts of a module, on ranks that need not be there.
 
     Args:
-        module: The module, as for ``trainer.fit``; not changed.
+        module: The module, as for ``trainer.fit``. Without ``device`` its ``configure_model`` is
+            called, and it is as before otherwise.
         batch: A batch as ``training_step`` gets it. Its samples are the largest micro-batch that is
             measured.
         world_size: Number of all ranks.
@@ -198,7 +198,7 @@ def _read_config(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--config {options.config} must have only these keys: {sorted(vars(options))}"
         )
-    given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in sys.argv}
+    given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in options.words}
     for name, value in content.items():
         if name not in given:
             setattr(options, name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import lightning as L
@@ -12,27 +11,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from recipes.resnet import ResNet
-from recipes.run_summary import print_table, short_path, written_files
+from recipes.run_summary import TimedTraining, print_table, short_path, written_files
 
 _SHOWN_MISTAKES = 3
 
 
-class DigitsSummary(L.Callback):
+class DigitsSummary(TimedTraining):
     """Prints a test's accuracy and mistakes, the training time, and the written files."""
 
     def __init__(self) -> None:
-        self._start = 0.0
-        self._training: list[tuple[str, str]] = []
+        super().__init__()
         self._confusion = torch.zeros(0, 0)
-
-    @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start = time.perf_counter()
-
-    @override
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        seconds = time.perf_counter() - self._start
-        self._training = [("training", f"{trainer.current_epoch} epochs in {seconds:.1f} seconds")]
 
     @override
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

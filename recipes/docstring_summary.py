@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import lightning as L
@@ -11,24 +10,13 @@ from typing_extensions import override
 from recipes.class_baselines import bag_of_words_accuracy, majority_accuracy
 from recipes.docstring_data import DocstringDataModule
 from recipes.docstrings import Docstring
-from recipes.run_summary import print_table, written_files
+from recipes.run_summary import TimedTraining, print_table, written_files
 
 
-class DocstringSummary(L.Callback):
+class DocstringSummary(TimedTraining):
     """Prints a test's accuracy beside its baselines, the training time, and the written files."""
 
-    def __init__(self) -> None:
-        self._start = 0.0
-        self._training: list[tuple[str, str]] = []
-
-    @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start = time.perf_counter()
-
-    @override
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        seconds = time.perf_counter() - self._start
-        self._training = [("training", f"{trainer.current_epoch} epochs in {seconds:.0f} seconds")]
+    places = 0
 
     @override
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +24,29 @@ from recipes.throughput import Throughput
 
 _DRAWN_FORWARDS = 24
 _PIPELINED = (lightning_dist.PipelineStrategy, lightning_dist.MeshStrategy)
+
+
+class TimedTraining(L.Callback):
+    """Keeps a row on how long training took, for the table after a test.
+
+    Attributes:
+        places: Places of the seconds behind the point.
+    """
+
+    places = 1
+
+    def __init__(self) -> None:
+        self._start = 0.0
+        self._training: list[tuple[str, str]] = []
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start = time.perf_counter()
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        seconds = f"{time.perf_counter() - self._start:.{self.places}f}"
+        self._training = [("training", f"{trainer.current_epoch} epochs in {seconds} seconds")]
 
 
 class RunSummary(Throughput):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,20 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from typing_extensions import override
 
-from recipes.run_summary import print_table, short_path, written_files
+from recipes.digits import NUM_CLASSES
+from recipes.run_summary import TimedTraining, print_table, short_path, written_files
 from recipes.scenes import BACKGROUND
 
 _SHOWN = 4
 
 
-class ScenesSummary(L.Callback):
-    """Prints a test's mean IoU beside that of an empty answer, and draws some scenes."""
+class ScenesSummary(TimedTraining):
+    """Prints a test's mean IoU beside that of background alone, and draws some scenes."""
 
     def __init__(self) -> None:
-        self._start = 0.0
-        self._training: list[tuple[str, str]] = []
+        super().__init__()
         self._shown: tuple[Tensor, Tensor, Tensor] | None = None
-
-    @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start = time.perf_counter()
-
-    @override
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        seconds = time.perf_counter() - self._start
-        self._training = [("training", f"{trainer.current_epoch} epochs in {seconds:.1f} seconds")]
+        self._pixels = self._background = 0
 
     @override
     def on_test_batch_end(
@@ -44,6 +35,8 @@ class ScenesSummary(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        self._pixels += batch[1].numel()
+        self._background += int((batch[1] == BACKGROUND).sum())
         if batch_idx == 0:
             scenes, classes = (part[:_SHOWN].cpu() for part in batch)
             self._shown = scenes, classes, outputs[:_SHOWN].cpu()
@@ -53,12 +46,17 @@ class ScenesSummary(L.Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         iou = float(trainer.callback_metrics["test_iou"])
-        rows = [("test IoU", f"{iou:.1%} (mean over the digits and the background)")]
+        # That answer has the background's pixels and no digit's.
+        empty = self._background / max(1, self._pixels) / (1 + NUM_CLASSES)
+        rows = [
+            ("test IoU", f"{iou:.1%} (mean over the digits and the background)"),
+            ("background alone", f"{empty:.1%}"),
+        ]
         rows += [*self._training, *written_files(trainer)]
         if isinstance(trainer.logger, CSVLogger) and self._shown is not None:
             picture = Path(trainer.logger.log_dir) / "scenes.png"
             rows.append(("scenes", _draw(*self._shown, picture)))
-        print_table(rows, section_ends=("test IoU", "training"))
+        print_table(rows, section_ends=("background alone", "training"))
 
 
 def _draw(scenes: Tensor, classes: Tensor, found: Tensor, picture: Path) -> str:

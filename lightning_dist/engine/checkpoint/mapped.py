@@ -50,11 +50,8 @@ def load_mapped(
         checkpoint = load_full(path, weights_only=weights_only)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(f"{os.fspath(path)} is no Lightning checkpoint: it has no 'state_dict'.")
-    left_out = ("optimizer_states", "current_model_state")
+    left_out = (SECTIONS.keys() | OPTIMIZERS) - {"state_dict"}
     return {key: value for key, value in checkpoint.items() if key not in left_out}
-
-
-_LEFT_OUT = (SECTIONS.keys() | OPTIMIZERS) - {"state_dict"}
 
 
 def _map_file(file: Path, weights_only: bool | None) -> Any:

@@ -43,12 +43,11 @@ def take_loader_states(checkpoint: dict[str, Any], replica: int, num_replicas: i
     if everyone is None:
         return
     if len(everyone) != num_replicas:
-        if any(states != everyone[0] for states in everyone):
-            rank_zero_warn(
-                f"The checkpoint has the states of {len(everyone)} data replicas' loaders, and"
-                f" there are {num_replicas} now. The epoch goes on where the first one was. To"
-                " read no sample twice, resume on as many replicas, or from the end of an epoch."
-            )
+        rank_zero_warn(
+            f"The checkpoint has the states of {len(everyone)} data replicas' loaders, and there"
+            f" are {num_replicas} now. The epoch goes on where the first one was. To read no sample"
+            " twice, resume on as many replicas, or from the end of an epoch."
+        )
         replica = 0
     _loop_state(checkpoint)[_LIGHTNINGS] = everyone[replica]
 
