@@ -25,9 +25,9 @@ def keep_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> 
         checkpoint: This rank's checkpoint, as Lightning has made it.
         group: A gloo group of the data replicas, in their order.
     """
-    states = _loop_state(checkpoint).get(_LIGHTNINGS)
+    states: list[dict[str, Any]] | None = _loop_state(checkpoint).get(_LIGHTNINGS)
     everyone = gather_objects(states, group)
-    if all(everyone):
+    if all(states and any(states) for states in everyone):  # elastic ones have empty states
         checkpoint[_KEY] = everyone
 
 
