@@ -49,7 +49,7 @@ def test_ends_with_the_cause_and_resumes_exactly(place: Place, case: Case) -> No
     assert result.outcome == "ended"
 
 
-@pytest.mark.some("ddp*")
+@pytest.mark.long
 @pytest.mark.parametrize("case", GOES_ON, ids=str)
 def test_goes_on_exactly(place: Place, case: Case) -> None:
     result = place.execute(case, "run")

@@ -62,7 +62,7 @@ def train(name: str, num_ranks: int, num_replicas: int) -> dict[str, Tensor]:
     return state_of(module)
 
 
-@pytest.mark.some("fsdp-2")
+@pytest.mark.some("stages-1")
 @pytest.mark.parametrize(("name", "num_replicas"), [("ddp", 2), ("fsdp", 2), ("stages", 1)])
 def test_adapters_on_integers_train_as_on_one_device(
     workers: WorkerPool, name: str, num_replicas: int

@@ -78,7 +78,7 @@ def run_in_pool(arguments: list[str]) -> str:
     return output.getvalue() + "".join(str(warning.message) for warning in caught)
 
 
-@pytest.mark.some("gpt_ddp_powersgd", "gpt_fsdp", "gpt_pipedream_bf16", "gpt_zbv")
+@pytest.mark.some("gpt_ddp_powersgd", "gpt_pipedream_bf16", "gpt_zbv")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_each_config_trains(workers: WorkerPool, config: Path, tmp_path: Path) -> None:
     arguments = words(

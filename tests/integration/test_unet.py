@@ -37,7 +37,7 @@ def train(name: str, num_ranks: int) -> tuple[dict[str, Tensor], float]:
     return found, metrics["val_iou"]
 
 
-@pytest.mark.some("1f1b")
+@pytest.mark.long  # test_trace.py trains another U-Net
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_two_stages_equal_one_device(workers: WorkerPool, name: str) -> None:
     ((alone, iou),) = workers.run(1, train, "one", 1)

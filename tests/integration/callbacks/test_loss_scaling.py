@@ -95,7 +95,7 @@ def test_a_fixed_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.history[-1] == (2.0**40, 6.0)
 
 
-@pytest.mark.some("fsdp")
+@pytest.mark.some("ddp")
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_replicas_and_shards(workers: WorkerPool, name: str) -> None:
     ranks = workers.run(2, run, name, Asked(PRECISION, TRAINER, shares=2))

@@ -102,7 +102,7 @@ def test_what_is_computed_again_is_half_again() -> None:
     assert_equal(fit("auto", 1, Asked(), Forgetful).state, expected().state)
 
 
-@pytest.mark.some("gpipe-*", "mesh, in parts-*", "traced, in parts-*")
+@pytest.mark.some("gpipe-*", "mesh, in parts-*")
 @pytest.mark.parametrize(
     ("name", "shares", "num_microbatches"),
     [
@@ -121,6 +121,7 @@ def test_two_ranks(workers: WorkerPool, name: str, shares: int, num_microbatches
     assert_follows([run for (run,) in ranks], found)
 
 
+@pytest.mark.some("fsdp-*")
 @pytest.mark.parametrize(("name", "shares", "num_microbatches"), [("fsdp", 2, 1), ("1f1b", 1, 8)])
 def test_accumulated_and_clipped(
     workers: WorkerPool, name: str, shares: int, num_microbatches: int

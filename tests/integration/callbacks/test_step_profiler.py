@@ -203,7 +203,7 @@ def weights(name: str, directory: str, profiled: bool) -> dict[str, Tensor]:
     return state_of(module)
 
 
-@pytest.mark.some("fsdp")
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("name", ["pipedream", "fsdp"])
 def test_looking_changes_nothing(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     plain, profiled = (workers.run(2, weights, name, str(tmp_path), p) for p in (False, True))
@@ -212,7 +212,7 @@ def test_looking_changes_nothing(workers: WorkerPool, tmp_path: Path, name: str)
         assert all(bool((own[n] == expected[n]).all()) for n in expected)
 
 
-@pytest.mark.some("tp", "lightning")
+@pytest.mark.some("tp")
 @pytest.mark.parametrize("name", ["ddp", "lightning", "fsdp", "tp"])
 def test_other_strategies_are_told_by_phase(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     report, _, _ = run(workers, name, tmp_path)

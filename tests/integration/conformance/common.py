@@ -13,8 +13,8 @@ from tests.integration.conformance.strategies import EIGHT, ENTRIES, Entry
 
 TOLERANCE = 1e-10
 GLOBAL_BATCH = 8
-TRAIN_SAMPLES = 36  # ten batches in two epochs, the last of each half as large
-STEPS_OF_AN_EPOCH = 5
+TRAIN_SAMPLES = 20  # six batches in two epochs, the last of each half as large
+STEPS_OF_AN_EPOCH = 3
 EVALUATION_SAMPLES = 12
 DEPTH = 3
 

@@ -16,7 +16,7 @@ from tests.integration.conformance.common import (
     share,
     trainer_of,
 )
-from tests.integration.conformance.strategies import ENTRIES, TYPICAL
+from tests.integration.conformance.strategies import ENTRIES
 
 
 def evaluate(name: str | None) -> Any:
@@ -32,7 +32,7 @@ def evaluate(name: str | None) -> Any:
     return {**validated, **tested}, torch.cat(list(predicted)), place
 
 
-@pytest.mark.some(*TYPICAL, "pp-2-tp-2")
+@pytest.mark.some("ddp-2", "fsdp-2", "pipeline-gpipe-2", "pp-2-tp-2")
 @pytest.mark.parametrize("name", ENTRIES)
 def test_equals_a_single_device(
     workers: WorkerPool, name: str, monkeypatch: pytest.MonkeyPatch

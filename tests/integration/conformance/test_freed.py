@@ -23,6 +23,7 @@ def left_by_a_run(name: str) -> list[str]:
     return [type(found).__name__ for watch in watched if (found := watch()) is not None]
 
 
+@pytest.mark.some("fsdp-2", "pipeline-gpipe-2", "tp-2")
 @pytest.mark.parametrize("name", TYPICAL)
 def test_nothing_is_left(workers: WorkerPool, name: str) -> None:
     devices = ENTRIES[name].devices

@@ -113,7 +113,7 @@ def once(calls: list[str]) -> list[str]:
     return [call for call, before in pairs if call != before or not call.endswith("_step")]
 
 
-@pytest.mark.some("ddp-2", "fsdp-2", "pipeline-gpipe-2")
+@pytest.mark.some("ddp-2", "pipeline-gpipe-2")
 @pytest.mark.parametrize("name", [*TYPICAL, "ddp-2-static"])
 def test_equals_a_single_device(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,7 +133,7 @@ def test_equals_a_single_device(
                 assert found[task] == calls, task
 
 
-@pytest.mark.some("ddp-2", "fsdp-2", "pipeline-gpipe-2")
+@pytest.mark.some("ddp-2", "pipeline-gpipe-2")
 @pytest.mark.parametrize("name", TYPICAL)
 def test_resumes_as_a_single_device_does(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -120,6 +120,7 @@ def attempt_each(name: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.some("fsdp-2", "pipedream-2")
 @pytest.mark.parametrize("name", REFUSED)
 def test_is_refused_alike_on_each_rank(workers: WorkerPool, name: str) -> None:
     count, words = REFUSED[name]

@@ -65,7 +65,7 @@ def rows_in(directory: Path) -> list[dict[str, float]]:
         return [{n: float(v) for n, v in row.items() if v} for row in csv.DictReader(file)]
 
 
-@pytest.mark.some(*TYPICAL)
+@pytest.mark.some("fsdp-2", "pipeline-gpipe-2", "tp-2")
 @pytest.mark.parametrize("name", [*TYPICAL, "pipeline-2x2", "tp-2x2"])
 def test_equals_a_single_device(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

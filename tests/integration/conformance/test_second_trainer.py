@@ -45,7 +45,7 @@ def of_one_device() -> dict[str, Tensor]:
     return run_by_four_trainers(None)
 
 
-@pytest.mark.some("fsdp-2", "pp-2-shard-2")
+@pytest.mark.some("fsdp-2")
 @pytest.mark.parametrize("name", NAMES)
 def test_does_what_one_device_does(workers: WorkerPool, name: str) -> None:
     found = workers.run(ENTRIES[name].devices, run_by_four_trainers, name)

@@ -54,7 +54,7 @@ def fit_test_fit(name: str | None, directory: str) -> Any:
     return state_of(module), tested, summary
 
 
-@pytest.mark.some("fsdp-2", "pipeline-gpipe-2")
+@pytest.mark.some("pipeline-gpipe-2")
 @pytest.mark.parametrize("name", TYPICAL)
 def test_equals_a_single_device(
     workers: WorkerPool, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

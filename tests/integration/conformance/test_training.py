@@ -1,4 +1,4 @@
-"""Ten steps under each strategy equal ten steps on one device, in float64.
+"""Six steps under each strategy equal six steps on one device, in float64.
 
 The strategies' optimizers update by groups, as on a GPU, and one device's one parameter at a time.
 """

@@ -144,7 +144,7 @@ def fit_behind_searches(
     return messages, state_of(module)
 
 
-@pytest.mark.some("ddp-1", "pipedream-2")
+@pytest.mark.some("pipedream-2")
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", [*STRATEGIES, "tensor_parallel", "mesh"])
 def test_searches_for_a_batch_size_are_refused_on_all_ranks_and_leave_nothing(

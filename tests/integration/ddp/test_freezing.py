@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dist import DDPStrategy
+from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
 from tests.helpers.networks.models import (
     Classifier,
     make_data,
@@ -21,7 +23,7 @@ from tests.helpers.networks.models import (
     make_trainer,
     state_of,
 )
-from tests.helpers.processes.workers import CaseFailedError, WorkerPool
+from tests.helpers.processes.workers import WorkerPool
 
 NUM_SAMPLES = 48
 
@@ -104,7 +106,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.each_value
+@pytest.mark.some("plan2-options2-sgd", "plan3-options3-adamw", "plan5-options5-sgd")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("plan", "options"),
@@ -126,6 +128,7 @@ def test_replicas_equal_a_single_device(
         assert difference(single, state) < 1e-10
 
 
+@pytest.mark.some("options1")
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}])
 def test_changes_between_the_micro_steps_of_an_update(
     workers: WorkerPool, options: dict[str, Any]
@@ -154,7 +157,12 @@ def test_replicas_stay_equal_where_a_single_device_is_not(
     assert difference(first, second) == 0.0
 
 
-# A case that is refused costs the pool its processes.
+def refusal(*arguments: Any) -> str:
+    with pytest.raises((ValueError, RankFailedError)) as caught:
+        fit(*arguments)
+    return str(caught.value)
+
+
 @pytest.mark.some("plan1-*")
 @pytest.mark.parametrize(
     ("plan", "options"), [(UNFREEZE, {}), ({(1, 0): (1, False)}, {"sync_every": 2})]
@@ -163,11 +171,10 @@ def test_a_change_on_one_rank_is_refused(
     workers: WorkerPool, plan: Any, options: dict[str, Any]
 ) -> None:
     arguments = {"plan": plan, "optimizer": "sgd"}
-    with pytest.raises(CaseFailedError, match=r"rank 1\) has frozen or unfrozen \['model\.") as e:
-        workers.run(2, fit, OnOneRank, arguments, options)
-    assert "rank 0:" in str(e.value)
+    texts = workers.run(2, refusal, OnOneRank, arguments, options)
+    assert any("rank 1) has frozen or unfrozen ['model." in text for text in texts), texts
 
 
 def test_a_change_inside_of_a_step_is_refused(workers: WorkerPool) -> None:
-    with pytest.raises(CaseFailedError, match="has frozen or unfrozen .*'model.* while it ran"):
-        workers.run(2, fit, InStep, {"plan": UNFREEZE, "optimizer": "sgd"}, {})
+    texts = workers.run(2, refusal, InStep, {"plan": UNFREEZE, "optimizer": "sgd"}, {})
+    assert any(re.search("has frozen or unfrozen .*'model.* while it ran", t) for t in texts), texts

@@ -78,7 +78,7 @@ def fit(
         accumulate_grad_batches=accumulate,
         gradient_clip_val=0.05,
     )
-    trainer.fit(module, make_loader(80), make_loader(8))
+    trainer.fit(module, make_loader(48), make_loader(8))
     return state_of(module)
 
 

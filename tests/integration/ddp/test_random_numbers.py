@@ -82,6 +82,7 @@ def fit(workers: int, epochs: int, resume: str | None, save: str | None) -> Any:
     return state, module.indices, torch.stack(module.noise), torch.stack(module.drawn)
 
 
+@pytest.mark.some("1")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_they_differ_between_replicas_and_are_the_same_when_resumed(
     workers: WorkerPool, num_workers: int, tmp_path: Path

@@ -191,7 +191,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [i for batch in batches for i in batch]
 
 
-@pytest.mark.some("fsdp-torch-0", "ddp-python-0", "ddp-stream-1", "ddp-generator-1")
+@pytest.mark.some("ddp-python-0", "ddp-generator-1")
 @pytest.mark.parametrize(
     ("strategy", "kind", "num_workers"),
     [
@@ -243,6 +243,7 @@ def test_torchs_sampler_shuffles_alike_as_under_lightnings_own_strategy(
     assert not torch.isclose(noise, other).any()
 
 
+@pytest.mark.some("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_hooks_split_the_data_alike(workers: WorkerPool, strategy: str) -> None:
     (first, _, held_out, _), (second, _, others, _) = workers.run(2, fit_with_hooks, strategy)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dist.doctor import meeting
+from lightning_dist.doctor import disk, meeting
 from lightning_dist.doctor.command import add_arguments, run_doctor
 from tests.helpers.processes.workers import WorkerPool
 
@@ -36,10 +36,11 @@ def diagnose(*arguments: str) -> Answer:
 def diagnose_two_hosts(root: str) -> Answer:
     """The second host is one by name, has another variable, a late clock and a disk of its own."""
     strategies = ("--strategy", "tensor_parallel", "--strategy", "ddp")
-    if os.environ["RANK"] == "0":
-        return diagnose("--root", root, *strategies)
     true_time = time.time
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "_SEEN_SECONDS", 0.5)
+        if os.environ["RANK"] == "0":
+            return diagnose("--root", root, *strategies)
         patch.setattr(socket, "gethostname", lambda: "other")
         patch.setattr(time, "time", lambda: true_time() - 5.0)
         patch.setenv("NCCL_ALGO", "Ring")

@@ -23,7 +23,7 @@ class ManyLoaders(Classifier):
     """Takes several loaders, and lets one rank have none of a loader's batches."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(depth=2)
         self.allow_zero_length_dataloader_with_multiple_devices = True
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -125,7 +125,7 @@ def fit(name: str | None, way: str) -> dict[str, Tensor]:
     module = make_module(Gan, way=way)
     entry = ENTRIES["fsdp-2"] if name else None
     trainer = make_trainer(
-        devices=2 if name else 1, strategy=STRATEGIES[name]() if name else "auto", max_epochs=3
+        devices=2 if name else 1, strategy=STRATEGIES[name]() if name else "auto", max_epochs=2
     )
     trainer.fit(module, *loaders_of(trainer, entry))
     assert trainer.global_step > 0

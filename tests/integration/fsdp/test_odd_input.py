@@ -39,7 +39,10 @@ SHORT_RUNS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def steps_of_short_runs() -> dict[str, int]:
-    return {n: fit(make_module(), **options).global_step for n, (options, _) in SHORT_RUNS.items()}
+    return {
+        n: fit(make_module(depth=2), **options).global_step
+        for n, (options, _) in SHORT_RUNS.items()
+    }
 
 
 def test_runs_that_are_cut_short(workers: WorkerPool) -> None:
@@ -98,7 +101,7 @@ class ReturnsNone(Classifier):
 
 
 def end_badly(kind: Any) -> tuple[str, str, bool]:
-    module = make_module(kind)
+    module = make_module(kind, depth=2)
     with pytest.raises((KeyError, RuntimeError)) as caught:
         fit(module, num_sanity_val_steps=0)
     return caught.type.__name__, str(caught.value), all(is_dtensor(p) for p in module.parameters())
@@ -122,8 +125,8 @@ def test_an_exception_leaves_no_parameter_gathered(
 
 
 class Longer(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.extra = nn.Linear(2, 2)
 
 
@@ -132,11 +135,13 @@ def load_each_other(directory: str) -> list[str]:
     for kind, other in ((Classifier, Longer), (Longer, Classifier)):
         path = f"{directory}/{kind.__name__}.ckpt"
         trainer = make_trainer(devices=2, strategy=FSDPStrategy())
-        trainer.validate(make_module(kind), make_loader(8), verbose=False)
+        trainer.validate(make_module(kind, depth=2), make_loader(8), verbose=False)
         trainer.save_checkpoint(path)
         trainer = make_trainer(devices=2, strategy=FSDPStrategy())
         with pytest.raises(RuntimeError) as caught:
-            trainer.validate(make_module(other), make_loader(8), ckpt_path=path, weights_only=True)
+            trainer.validate(
+                make_module(other, depth=2), make_loader(8), ckpt_path=path, weights_only=True
+            )
         messages.append(str(caught.value))
     return messages
 

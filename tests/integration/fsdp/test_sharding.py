@@ -193,6 +193,7 @@ def fit_compiled() -> dict[str, Tensor]:
         torch.compile = compiler
 
 
+@pytest.mark.long  # test_compiled_units.py compares compiled ones, too
 def test_compiled_units_equal_a_single_device(
     workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ class AtTheEnd(OtherOrder):
 
 
 def fit_long(kind: type[OtherOrder], always: bool) -> tuple[str, int]:
-    module = make_module(kind)
+    module = make_module(kind, depth=2)
     trainer = make_trainer(devices=2, strategy=FSDPStrategy(find_unused_parameters=always))
     with pytest.raises(ValueError, match="different units") as caught:
         trainer.fit(module, make_loader(48, 4), make_loader(8))

@@ -108,7 +108,7 @@ def apart(ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> float:
     return max(float((v - expected[n]).abs().max()) for rank in ranks for n, v in rank.items())
 
 
-@pytest.mark.some("2 hosts x 1-pipedream", "2 hosts x 2-hsdp")
+@pytest.mark.some("2 hosts x 1-pipedream")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("route", ROUTES)
 def test_equals_one_device_on_two_hosts_then_one_then_two(

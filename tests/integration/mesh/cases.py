@@ -12,7 +12,7 @@ from lightning_dist import MeshStrategy
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
-from tests.helpers.gpt_parity import NUM_SAMPLES, Fitted, fit
+from tests.helpers.gpt_parity import BATCH_SIZE, NUM_SAMPLES, Fitted, fit
 
 
 @dataclass(frozen=True)
@@ -156,5 +156,7 @@ CASES = {
     ),
     "2 replicas, recomputed": Case({"dp_replicate": 2}, shard=FULL),
     "2 shards x 2 tensor ranks, recomputed": Case({"dp_shard": 2, "tp": 2}, BOTH, FULL),
-    "2 stages x 2 shards x 2 tensor ranks, both": Case({"pp": 2, "dp_shard": 2, "tp": 2}, BOTH),
+    "2 stages x 2 shards x 2 tensor ranks, both": Case(
+        {"pp": 2, "dp_shard": 2, "tp": 2}, BOTH, num_samples=3 * BATCH_SIZE
+    ),
 }

@@ -199,7 +199,7 @@ CASES = {
 }
 
 
-@pytest.mark.some("pp 2 x shards 2, zb_h1", "shards 2 x tp 2, both, recomputed")
+@pytest.mark.some("pp 2 x shards 2, zb_h1", "tp 2")
 @pytest.mark.parametrize("name", CASES)
 def test_says_what_real_ranks_hold_and_send(
     workers: WorkerPool, name: str, monkeypatch: pytest.MonkeyPatch

@@ -104,7 +104,7 @@ def all_alike(ranks: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     assert all(torch.equal(value, whole[name]) for state in ranks for name, value in state.items())
 
 
-@pytest.mark.some("shards", "stages")
+@pytest.mark.some("stages")
 @pytest.mark.parametrize("inside", SIZES)
 def test_equals_the_recursion(workers: WorkerPool, inside: str) -> None:
     config = LocalConfig(5, sync_warmup_steps=2, outer=DILOCO)

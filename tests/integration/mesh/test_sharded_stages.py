@@ -105,11 +105,16 @@ def train(layouts: Sequence[str], folder: str) -> tuple[dict[str, Tensor], list[
     return state_of(module), counts
 
 
+@pytest.mark.some("few")
+@pytest.mark.parametrize(
+    "layouts",
+    [["zbv", "shards", "looped_bfs"], ["zbv", "shards", *LAYOUTS]],
+    ids=["few", "all"],
+)
 def test_gradients_travel_once_an_update_and_checkpoints_go_on_elsewhere(
-    workers: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layouts: list[str]
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    layouts = ["zbv", "shards", *LAYOUTS]
     ranks = workers.run(4, train, layouts, str(tmp_path))
     for rank, (_, counts) in enumerate(ranks):
         units = [2 if name == "shards" else LAYOUTS[name][0][rank // 2] for name in layouts]

@@ -74,6 +74,7 @@ def single_device(words: int) -> dict[str, Tensor]:
     return fit(words, None)
 
 
+@pytest.mark.some("tensor ranks")
 @pytest.mark.parametrize("name", CASES)
 def test_equals_a_single_device(workers: WorkerPool, name: str) -> None:
     assert_equal_to(single_device(CASES[name][0]), workers.run(4, fit, *CASES[name]))

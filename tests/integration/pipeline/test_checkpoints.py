@@ -74,7 +74,9 @@ def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> di
     }
 
 
-@pytest.mark.each_value
+@pytest.mark.some(
+    "1 stage-v_placement", "2 stages, 2 replicas-plain", "4 in a V-sharded", "4 looped-full"
+)
 @pytest.mark.parametrize("form", ["sharded", "full", "plain", "v_placement"])
 @pytest.mark.parametrize(
     ("devices", "strategy"),

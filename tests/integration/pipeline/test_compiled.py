@@ -55,7 +55,7 @@ def fit(schedule: str, how: str) -> tuple[dict[str, Tensor], int]:
     return state, most
 
 
-@pytest.mark.some("in place-zb_h1", "step-pipedream")
+@pytest.mark.some("in place-zb_h1")
 @pytest.mark.parametrize("schedule", [*SCHEDULE_NAMES, "mesh"])
 @pytest.mark.parametrize("how", ["in place", "wrapped", "step"])
 def test_compiled_around_the_layers(workers: WorkerPool, how: str, schedule: str) -> None:

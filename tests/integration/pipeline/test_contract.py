@@ -206,7 +206,7 @@ def fit_sleepy(devices: int, schedule: str, sleepy: bool) -> Any:
     return {name.replace(".layer.", "."): value for name, value in state_of(module).items()}
 
 
-@pytest.mark.some("interleaved_1f1b", "pipedream")
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_random_sleeps_change_nothing(workers: WorkerPool, schedule: str) -> None:
     awake = workers.run(3, fit_sleepy, 3, schedule, False)

@@ -71,7 +71,7 @@ def check_end_at_one_boundary(folder: Path, output: str) -> None:
     assert "Error" not in output, output
 
 
-@pytest.mark.some("fit-?1?", "predict-*")
+@pytest.mark.some("fit-?1?")
 @pytest.mark.parametrize(
     ("task", "ranks"), [("fit", [1]), ("fit", [0, 1]), ("predict", [1])], ids=str
 )
@@ -291,11 +291,7 @@ def runs(
         }
 
 
-@pytest.mark.some(
-    "a_killed_launcher_*",
-    "a_rank_that_waits_for_a_file_*",
-    "a_rank_that_cannot_save_*",
-)
+@pytest.mark.some("a_rank_that_waits_for_a_file_*")
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_how_it_ends(run: Run, runs: dict[Run, Future[None]]) -> None:
     runs[run].result()

@@ -82,6 +82,7 @@ def count_updates(devices: int, schedule: str) -> float:
     return float(trainer.callback_metrics["updates"])
 
 
+@pytest.mark.some("1f1b", "pipedream_2bw")
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
 def test_hooks_of_updates_log_where_the_pipeline_drains(workers: WorkerPool, schedule: str) -> None:
     expected = count_updates(1, schedule)
@@ -116,6 +117,7 @@ def log_in_hooks(devices: int, schedule: str) -> tuple[dict[str, float], list[st
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, left
 
 
+@pytest.mark.some("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_hooks_reduce_over_stages(workers: WorkerPool, schedule: str) -> None:
     expected, _ = log_in_hooks(1, schedule)

@@ -114,6 +114,7 @@ def exchange() -> None:
         receiver.receive()
 
 
+@pytest.mark.some("exchange_late")
 @pytest.mark.parametrize("run", [exchange, exchange_late])
 def test_messages_come_whole_and_in_order(workers: WorkerPool, run: Callable[[], None]) -> None:
     workers.run(2, run)

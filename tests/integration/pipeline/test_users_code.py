@@ -93,6 +93,7 @@ def fit_looking(devices: int, layers: str) -> tuple[float, dict[str, Tensor]]:
     return module.rate, state_of(module)
 
 
+@pytest.mark.some("auto")
 @pytest.mark.parametrize("layers", ["auto", "trace"])
 def test_an_optimizer_may_depend_on_all_weights(workers: WorkerPool, layers: str) -> None:
     rate, expected = fit_looking(1, layers)

@@ -101,6 +101,7 @@ def forms_a_group(each: Collective) -> bool:
     return (each.name, each.size, each.dtype) == ("allreduce", 1, torch.float32)
 
 
+@pytest.mark.some("ddp-*", "local sgd-*", "1f1b-*", "sharded stages-*")
 @pytest.mark.parametrize(
     ("name", "num_ranks", "expected"),
     [
@@ -144,6 +145,7 @@ def test_gradients_norms_and_votes_use_the_backend(
         assert not others
 
 
+@pytest.mark.some("fsdp")
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_the_backend_of_an_earlier_world_does_not_matter(workers: WorkerPool, name: str) -> None:
     record = workers.run(2, fit, name, 2, BACKEND, "gloo")[0]

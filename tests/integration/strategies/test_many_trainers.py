@@ -43,14 +43,14 @@ def left() -> dict[str, int]:
 
 
 def share(strategy: str) -> Any:
-    return make_loader(24 if strategy == "uneven" and os.environ["RANK"] == "0" else 46)
+    return make_loader(12 if strategy == "uneven" and os.environ["RANK"] == "0" else 22)
 
 
 def fit_often(strategy: str, directory: str) -> list[dict[str, int]]:
     found = []
     for number in range(10):
         trainer = make_trainer(devices=2, strategy=STRATEGIES[strategy](), limit_val_batches=1)
-        module = make_module()
+        module = make_module(depth=2)
         trainer.fit(module, share(strategy), make_loader())
         trainer.validate(module, make_loader(), verbose=False)
         trainer.save_checkpoint(f"{directory}/last.ckpt")
@@ -66,7 +66,7 @@ class FitsWithin(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if args[-1] == 1:
             within = make_trainer(devices=2, strategy=PipelineStrategy(schedule="pipedream"))
-            within.fit(make_module(), make_loader(), make_loader(8))
+            within.fit(make_module(depth=2), make_loader(22), make_loader(8))
 
 
 def fit_within(strategy: str) -> list[dict[str, Any]]:

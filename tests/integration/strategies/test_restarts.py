@@ -66,7 +66,7 @@ def assert_equal_to_uninterrupted(workers: WorkerPool, folder: Path, name: str) 
         assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-@pytest.mark.some("pipedream-*")
+@pytest.mark.some("pipedream_2bw-*")
 @pytest.mark.parametrize(
     ("name", "hosts", "troubles"),
     [

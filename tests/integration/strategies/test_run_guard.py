@@ -64,7 +64,7 @@ def fit(make: Callable[[], Strategy], meeting: Callable[[Any], object] | None) -
     return str(caught.value)
 
 
-@pytest.mark.some("DDPStrategy-vote", "FSDPStrategy-drain")
+@pytest.mark.some("FSDPStrategy-drain")
 @pytest.mark.parametrize(
     ("make", "meeting"),
     [

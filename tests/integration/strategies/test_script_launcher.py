@@ -37,6 +37,7 @@ def test_what_is_stuck_is_killed_after_the_patience(stuck: subprocess.Popen[byte
     assert time.monotonic() - begin > PATIENCE_SECONDS
 
 
+@pytest.mark.some("0")
 @pytest.mark.parametrize("code", [0, SIGTERM_EXIT_CODE])
 def test_nobody_is_killed_when_all_have_ended_well(
     stuck: subprocess.Popen[bytes], code: int

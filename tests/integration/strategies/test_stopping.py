@@ -46,7 +46,7 @@ class Stopping(Classifier):
     """Asks in one place of its code, at its third batch or at the last one, on some ranks."""
 
     def __init__(self, where: str, ranks: tuple[int, ...]) -> None:
-        super().__init__()
+        super().__init__(depth=2)
         self.where, self.ranks = where, ranks
         self.did: list[str] = []
 

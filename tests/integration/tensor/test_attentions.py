@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,6 +30,7 @@ def _compare(name: str, sequence_parallel: bool) -> float:
     )
 
 
+@pytest.mark.long
 def test_each_attention_learns_what_it_learns_alone(workers: WorkerPool) -> None:
     for differences in workers.run(2, case_all, False):
         assert {n: d for n, d in differences.items() if d > TOLERANCE} == {}

@@ -51,9 +51,15 @@ def case_all(names: list[str], sequence_parallel: bool) -> dict[str, float | str
         return {name: _compare(name, sequence_parallel) for name in names}
 
 
-def test_a_spread_model_learns_what_it_learns_alone(workers: WorkerPool) -> None:
-    differences = workers.run(2, case_all, list(MODELS), False, timeout=110)[0]
-    assert len(differences) == 20
+# Grouped heads, a fused weight, attention that stays whole in an encoder and a decoder.
+TELLING = ["LlamaForCausalLM", "FalconForCausalLM", "T5ForConditionalGeneration"]
+
+
+@pytest.mark.some("telling")
+@pytest.mark.parametrize("names", [TELLING, list(MODELS)], ids=["telling", "all"])
+def test_a_spread_model_learns_what_it_learns_alone(workers: WorkerPool, names: list[str]) -> None:
+    differences = workers.run(2, case_all, names, False, timeout=110)[0]
+    assert len(differences) == len(names)
     assert {n: d for n, d in differences.items() if isinstance(d, str) or d > TOLERANCE} == {}
 
 

@@ -81,7 +81,7 @@ def fail(error: type[Exception], strategy: str) -> tuple[str, str]:
     return "nothing", ""
 
 
-@pytest.mark.some("KeyError-pipedream", "ValueError-tp")
+@pytest.mark.some("KeyError-pipedream")
 @pytest.mark.parametrize("strategy", ["pipedream", "tp"])
 @pytest.mark.parametrize("error", [KeyError, ValueError])
 def test_a_failing_dataset_ends_all_ranks_with_the_cause(

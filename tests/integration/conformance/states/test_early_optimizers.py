@@ -49,7 +49,7 @@ def of_one_device() -> dict[str, Tensor]:
     return fit(None)
 
 
-@pytest.mark.some("fsdp-2", "pp-2-shard-2")
+@pytest.mark.some("fsdp-2")
 @pytest.mark.parametrize("name", [*TYPICAL, "fsdp-2x2"])
 def test_equals_one_device(workers: WorkerPool, name: str) -> None:
     assert_close(joined(workers.run(ENTRIES[name].devices, fit, name)), of_one_device())

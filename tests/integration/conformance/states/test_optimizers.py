@@ -281,6 +281,7 @@ def fit_untrained(layout: Layout, save: str, resume: str | None) -> Any:
     return state_of(module)
 
 
+@pytest.mark.some("fsdp", "1f1b")
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "1f1b"])
 def test_a_run_without_an_optimizer_is_saved_and_resumed(
     workers: WorkerPool, tmp_path: Path, name: str
@@ -318,7 +319,7 @@ def fit_with_estimate(layout: str, validates: bool) -> str:
     return ", ".join(reached)
 
 
-@pytest.mark.some("mesh", "pipedream")
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "ddp"])
 def test_estimates_that_differ_are_refused_before_validation_and_at_the_end(
     workers: WorkerPool, layout: str

@@ -175,7 +175,7 @@ def fit_sharing_on_mesh(name: str, sizes: dict[str, Any], layers: str) -> dict[s
         return {name: whole(p.detach()).clone() for name, p in every}
 
 
-@pytest.mark.some("T5*")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "sizes", "layers"),
     [
@@ -198,12 +198,13 @@ def fit_mesh(sizes: dict[str, Any], devices: int, *arguments: Any) -> Any:
     return fit(MeshStrategy(pp=2, **sizes), devices, *arguments)
 
 
-@pytest.mark.some("{'dp_shard': 2}")
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}], ids=str)
 def test_stages_of_a_mesh_do_the_same(workers: WorkerPool, sizes: dict[str, Any]) -> None:
     assert_equal(workers.run(4, fit_mesh, sizes, 4, 1), fit("auto", 1, 1))
 
 
+@pytest.mark.long
 def test_a_dry_run_has_stages_too() -> None:
     report = MeshStrategy(pp=2).dry_run(Causal(), world_size=2, sample_batch=next(iter(loader())))
     # Hidden states alone travel: of 8 samples, 12 tokens, 32 numbers of 8 bytes.
@@ -234,6 +235,7 @@ def is_of_first_half(name: str) -> bool:
     return name.startswith(("model.embed_tokens", "model.layers.0", "model.layers.1"))
 
 
+@pytest.mark.some("pipedream-*")
 @pytest.mark.parametrize(
     ("schedule", "is_late"), [("pipedream", is_of_first_half), ("pipedream_2bw", lambda _: True)]
 )
@@ -251,6 +253,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch, labels=batch["input_ids"]).loss
 
 
+@pytest.mark.some("Falcon*", "GPT2*", "Gemma3*", "Llama*", "Roberta*")
 @pytest.mark.parametrize("name", [name for name in MODELS if name != SHARES])
 def test_four_stages_of_an_architecture_learn_what_it_learns_alone(name: str) -> None:
     config = PipelineConfig("zbv", 2)

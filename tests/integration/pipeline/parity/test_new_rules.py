@@ -52,6 +52,7 @@ def oracle(family: ScheduleFamily, count: int, clips: bool) -> dict[str, Tensor]
     return {f"model.{name}": p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.some("together, *")
 @pytest.mark.parametrize(
     ("family", "count", "clips"),
     [(TRIPLE, 2, True), (PER_BATCH, 2, False)],

@@ -104,7 +104,7 @@ def assert_equal(ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
             assert float((actual - value).abs().max()) < TOLERANCE, name
 
 
-@pytest.mark.some("unet 1f1b", "resnet 1f1b")
+@pytest.mark.some("unet 1f1b")
 @pytest.mark.parametrize("run", RUNS)
 def test_equals_a_single_device(trained: list[dict[str, Any]], run: str) -> None:
     state, metrics = fit(RUNS[run][0], 1, None)

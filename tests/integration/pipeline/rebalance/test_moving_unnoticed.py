@@ -75,7 +75,7 @@ def run_both(name: str) -> Any:
     return go_to_and_fro(name, moves=True), go_to_and_fro(name, moves=False)
 
 
-@pytest.mark.some("traced", "gradients that wait")
+@pytest.mark.some("gradients that wait")
 @pytest.mark.parametrize("name", TO_AND_FRO)
 def test_a_synchronous_run_does_not_notice(workers: WorkerPool, name: str) -> None:
     moved: dict[str, Tensor] = {}

@@ -119,7 +119,7 @@ HALF: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.some("two replicas", "masters, all at once", "2bw", "predict")
+@pytest.mark.some("two replicas", "masters, all at once", "2bw")
 @pytest.mark.parametrize("name", CASES)
 def test_equals_a_restart_on_the_new_cut(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     world_size, strategy, cuts, module = CASES[name]

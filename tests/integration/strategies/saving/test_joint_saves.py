@@ -70,6 +70,7 @@ def save_by_rank(name: str, folder: str) -> tuple[dict[str, Tensor], dict[str, T
     return before, state_of(module)
 
 
+@pytest.mark.some("pipeline", "fsdp")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_first_ranks_path_is_all_ranks(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     ranks = workers.run(2, save_by_rank, name, str(tmp_path))
@@ -196,6 +197,7 @@ def failed_save(trainer: L.Trainer, folder: str) -> tuple[str, list[str]]:
     return str(caught.value), sorted(os.listdir(folder))
 
 
+@pytest.mark.some("pipeline", "ddp")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_full_disk_keeps_the_checkpoint_before(
     workers: WorkerPool, small_disk: Path, name: str
@@ -223,6 +225,7 @@ def save_where_one_rank_cannot(name: str, folder: str, rank: int) -> tuple[str, 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.some("pipeline-1", "fsdp-1", "ddp-0")
 @pytest.mark.parametrize(
     ("name", "rank"),
     [("pipeline", 0), ("pipeline", 1), ("fsdp", 1), ("pipeline, one file", 0), ("ddp", 0)],
@@ -253,6 +256,7 @@ def save_unpicklable(name: str, folder: str) -> tuple[str, list[str]]:
     return str(caught.value), os.listdir(folder)
 
 
+@pytest.mark.some("pipeline")
 @pytest.mark.parametrize("name", ["pipeline", "ddp"])
 def test_what_cannot_be_pickled_leaves_nothing(
     workers: WorkerPool, tmp_path: Path, name: str

@@ -46,7 +46,7 @@ def job(strategy: str, folder: str, programs: str, *signals: str) -> dict[str, T
     return state_of(module)
 
 
-@pytest.mark.some("ddp", "pipedream")
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_requeued_job_goes_on_where_all_ranks_have_saved(
     workers: WorkerPool, tmp_path: Path, strategy: str

@@ -154,7 +154,7 @@ def test_an_error_in_a_hook_of_all_ranks_is_saved(
         assert "saved checkpoint to" in results[0][1]
 
 
-@pytest.mark.some("checkpoint-mesh", "on exception-pipedream")
+@pytest.mark.some("checkpoint-mesh")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["checkpoint", "on exception"])
 def test_an_error_of_one_rank_is_not_said_to_be_saved(
@@ -176,7 +176,7 @@ def test_an_error_in_a_step_is_saved_where_ranks_step_alone(
     assert ("No checkpoint was saved" in first[1]) == (not steps)
 
 
-@pytest.mark.some("fsdp", "pipedream")
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ctrl_c_on_one_rank_ends_all_at_one_batch_and_is_saved(
     workers: WorkerPool, tmp_path: Path, strategy: str
@@ -216,7 +216,7 @@ def terminated_fits(strategy: str, directory: str) -> tuple[dict[str, Tensor], d
     return whole, state_of(fit(path=str(path)))
 
 
-@pytest.mark.some("ddp", "mesh")
+@pytest.mark.some("mesh")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mesh", "pipeline"])
 def test_a_run_that_was_told_to_stop_goes_on_exactly(
     workers: WorkerPool, tmp_path: Path, strategy: str
