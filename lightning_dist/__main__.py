@@ -64,6 +64,8 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     except pickle.UnpicklingError as error:
+        if "GLOBAL" not in str(error):
+            parser.error(f"{options.source} is no checkpoint: {reason_of(error)}")
         parser.error(
             f"{options.source} holds other objects than weights (in its hyperparameters, say):"
             f" {reason_of(error)} If you trust it, add --unpickle."
@@ -72,7 +74,12 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> str:
-    checkpoint = load_full(options.source, weights_only=not options.unpickle)
+    try:
+        checkpoint = load_full(options.source, weights_only=not options.unpickle)
+    except (EOFError, RuntimeError) as error:
+        raise ValueError(f"{options.source} is no checkpoint, or is damaged: {error}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(f"{options.source} is no Lightning checkpoint: it has no 'state_dict'.")
     save_full(checkpoint, options.target)
     return f"{len(checkpoint['state_dict'])} tensors of weights"
 

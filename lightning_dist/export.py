@@ -208,13 +208,20 @@ def _write_onnx(export: Export, target: Path) -> None:
         )
     inputs = tuple(map(_example, export.options.example))
     export.module.eval()
-    export.module.to_onnx(
-        target,
-        inputs,
-        dynamo=True,
-        dynamic_shapes=[{0: torch.export.Dim.DYNAMIC} for _ in inputs],
-        external_data=False,
-    )
+    try:
+        export.module.to_onnx(
+            target,
+            inputs,
+            dynamo=True,
+            dynamic_shapes=[{0: torch.export.Dim.DYNAMIC} for _ in inputs],
+            external_data=False,
+        )
+    except RuntimeError as error:
+        cause = error.__cause__ or error
+        raise ValueError(
+            f"--module {export.options.module} cannot be exported with --example"
+            f" {' '.join(export.options.example)}: {str(cause).splitlines()[0]}"
+        ) from error
 
 
 def _example(text: str) -> Tensor:

@@ -142,7 +142,7 @@ def test_hugging_face_reads_its_format(tmp_path: Path, layout: str) -> None:
     assert torch.equal(loaded(TOKENS).logits, module.network(TOKENS).logits)
 
 
-def test_onnx_takes_batches_of_any_size(tmp_path: Path) -> None:
+def test_onnx_takes_batches_of_any_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(name, reason=f"needs {name}")
     import onnxruntime  # type: ignore[import-not-found,unused-ignore]
@@ -151,6 +151,8 @@ def test_onnx_takes_batches_of_any_size(tmp_path: Path) -> None:
     source = write(module, tmp_path / "in.ckpt", "shards")
     words = ("--module", "recipes.gpt:GPT", "--example", "2x8:int64")
     export(source, tmp_path / "out.onnx", "--format", "onnx", *words)
+    words = ("--module", "recipes.gpt:GPT", "--example", "2x8x3:int64", "--format", "onnx")
+    assert "with --example 2x8x3:int64: " in refusal(capsys, source, tmp_path / "no.onnx", *words)
     session = onnxruntime.InferenceSession(str(tmp_path / "out.onnx"))
     (name,) = (taken.name for taken in session.get_inputs())
     for size in (1, 3, 5):
