@@ -341,7 +341,7 @@ def measure(networks):
     for algorithm in (naive, tree, ring):
         time_once(algorithm, 4, (0.0, float("inf")))  # connects the ranks
         for network, limits in networks.items():
-            for kib in (4, 64, 1024, 4096) if size == 4 else (4096,):
+            for kib in (4, 64, 512, 2048) if size == 4 else (2048,):
                 seconds, sent = min(time_once(algorithm, kib, limits) for _ in range(2))
                 row = [network, size, kib, algorithm.__name__, seconds, sent]
                 if dist.get_rank() == 0:
@@ -371,8 +371,8 @@ times = {tuple(row[:4]): row[4] for row in rows}
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 for name, colour in COLOURS.items():
     for axes, shown in (
-        (left, [(4, kib) for kib in (4, 64, 1024, 4096)]),
-        (right, [(size, 4096) for size in (2, 4, 8)]),
+        (left, [(4, kib) for kib in (4, 64, 512, 2048)]),
+        (right, [(size, 2048) for size in (2, 4, 8)]),
     ):
         x = [kib if axes is left else size for size, kib in shown]
         expected = [FORMULAS[name].seconds(size, kib * 1024, LINK) for size, kib in shown]
@@ -382,7 +382,7 @@ for name, colour in COLOURS.items():
 left.set(xscale="log", yscale="log", xlabel="KiB of the tensor", ylabel="ms of an all-reduce")
 left.set_title("4 ranks", loc="left", fontsize=11)
 right.set(xlabel="ranks", xticks=(2, 4, 8), ylim=(0, None))
-right.set_title("4 MiB", loc="left", fontsize=11)
+right.set_title("2 MiB", loc="left", fontsize=11)
 for axes in (left, right):
     axes.grid(alpha=0.3)
 left.legend(frameon=False)
@@ -429,22 +429,22 @@ for size in (4, 6, 48):
 # only. That is the next lesson, on sharding.
 
 # %%
-bytes_sent = {(row[1], row[3]): row[5] for row in rows if row[0] == "slow" and row[2] == 4096}
-print("MiB that the busiest card sends for a tensor of 4 MiB")
+bytes_sent = {(row[1], row[3]): row[5] for row in rows if row[0] == "slow" and row[2] == 2048}
+print("MiB that the busiest card sends for a tensor of 2 MiB")
 for size in (2, 4, 8):
     sent = {name: bytes_sent[size, name] / 2**20 for name in COLOURS}
-    assert sent["ring"] == 4 * 2 * (size - 1) / size
+    assert sent["ring"] == 2 * 2 * (size - 1) / size
     print(f"{size} ranks: ", "  ".join(f"{name} {mib:4.1f}" for name, mib in sent.items()))
-least = least_seconds_of_all_reduce(8, 4 * 2**20, LINK)
+least = least_seconds_of_all_reduce(8, 2 * 2**20, LINK)
 print(f"the bound for 8 ranks: {1e3 * least:.0f} ms;", end=" ")
-print(f"the ring took {1e3 * times['slow', 8, 4096, 'ring']:.0f} ms")
+print(f"the ring took {1e3 * times['slow', 8, 2048, 'ring']:.0f} ms")
 
 # %% [markdown]
 # The same runs without the waiting show something else.
 
 # %%
 for size in (2, 4, 8):
-    found = {name: 1e3 * times["none", size, 4096, name] for name in COLOURS}
+    found = {name: 1e3 * times["none", size, 2048, name] for name in COLOURS}
     print(f"{size} ranks: ", "  ".join(f"{name} {ms:3.0f} ms" for name, ms in found.items()))
 
 # %% [markdown]
@@ -665,7 +665,7 @@ from all_reduces import on_ranks
 from digits import build, load_samples
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-WORKERS, SECONDS, RATE = (1, 2, 3, 4), 3.0, 0.05
+WORKERS, SECONDS, RATE = (1, 2, 3, 4), 2.0, 0.05
 
 
 class Gradients:
@@ -851,6 +851,6 @@ for momentum, rates in ((0.0, (0.05, 0.1, 0.2, 0.4)), (0.9, (0.02, 0.04, 0.08, 0
 # ## Try it
 #
 # - In `slow_network.py`, set the latency to 0.1 ms. Which algorithm wins at 64 KiB now?
-# - Run `ring` on 6 ranks with 4 MiB. Why does `chunk` spoil it, and what would help?
+# - Run `ring` on 6 ranks with 2 MiB. Why does `chunk` spoil it, and what would help?
 # - Give `DDPStrategy` `sync_every=8` in `train_digits.py`. What do the weights differ by then?
-# - In `parameter_server.py`, let no worker be a straggler. Which way learns more in three seconds?
+# - In `parameter_server.py`, let no worker be a straggler. Which way learns more in two seconds?

@@ -67,7 +67,7 @@ class LanguageModel(L.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.model = build_gpt(width=64, depth=4, num_heads=4)
+        self.model = build_gpt(width=64, depth=2, num_heads=4)
 
     def training_step(self, batch, batch_idx):
         """Computes the loss of a batch."""
@@ -85,7 +85,7 @@ def samples():
     return torch.randint(256, (8, 65), generator=torch.Generator().manual_seed(1))
 
 
-STEPS = 8
+STEPS = 4
 LAYOUTS = {
     "tp=4": lambda: TensorParallelStrategy(),
     "tp=4, sequence": lambda: TensorParallelStrategy(sequence_parallel=True),
