@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 import yaml
 
-from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.planning.links import Link
 from lightning_dist.engine.planning.search.machine import DEVICES, Machine
 from lightning_dist.engine.planning.search.plan import Price, Ranking
@@ -87,8 +88,11 @@ def plan(
         ValueError: An argument is out of range, no layout has these sizes, or none fits; then the
             message says by how many bytes.
     """
+    if not isinstance(module, pl.LightningModule):
+        raise ValueError(f"The module is a {type(module).__name__}. Give a LightningModule.")
     check_count("world_size", world_size)
     check_count("num_hosts", num_hosts)
+    check_count("states_per_parameter", states_per_parameter, at_least=0)
     if device is not None and device not in DEVICES:
         raise ValueError(f"device={device!r} is unknown; use one of {list(DEVICES)}, or None.")
     if not 0 < efficiency <= 1:
@@ -96,6 +100,7 @@ def plan(
     is_gpu = device is not None or module.device.type != "cpu"
     sheet = None if device is None else DEVICES[device]
     if memory_gib is not None:
+        check_positive("memory_gib", memory_gib)
         memory = memory_gib * 2**30
     elif sheet is not None:
         memory = sheet.memory_bytes
@@ -177,16 +182,16 @@ def run_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
     try:
         _read_config(options)
-        price = None
-        if options.price_per_hour is not None:
-            price = Price(options.price_per_hour, options.samples_per_epoch, options.budget)
+        price = _price_of(options)
+        if options.out and not Path(options.out).absolute().parent.is_dir():
+            raise ValueError(f"--out {options.out}: there is no such folder. Make it first.")
         found = _plan_of(options)
-    except (ValueError, OSError) as error:
+        print_tables((found.table(price), found.memory_table()))
+        if options.out:
+            found.best.save(options.out)
+            print(f"Wrote {options.out}: MeshStrategy.from_plan({options.out!r})")
+    except (ValueError, OSError, yaml.YAMLError) as error:
         parser.error(str(error))
-    print_tables((found.table(price), found.memory_table()))
-    if options.out:
-        found.best.save(options.out)
-        print(f"Wrote {options.out}: MeshStrategy.from_plan({options.out!r})")
     return 0
 
 
@@ -204,13 +209,20 @@ def _read_config(options: argparse.Namespace) -> None:
             setattr(options, name, value)
 
 
+def _price_of(options: argparse.Namespace) -> Price | None:
+    if options.price_per_hour is not None:
+        return Price(options.price_per_hour, options.samples_per_epoch, options.budget)
+    if options.budget is not None or options.samples_per_epoch is not None:
+        raise ValueError("--budget and --samples-per-epoch need --price-per-hour.")
+    return None
+
+
 def _plan_of(options: argparse.Namespace) -> Ranking:
     if options.module is None or options.data is None:
         raise ValueError("Give --module PACKAGE:CLASS and --data PACKAGE:CLASS, or --config.")
-    module = _named(options.module)(**_arguments(options.module_args))
     return plan(
-        module,
-        _batch_of(_named(options.data)(**_arguments(options.data_args))),
+        _made(options.module, options.module_args),
+        _batch_of(_made(options.data, options.data_args)),
         world_size=options.world_size,
         num_hosts=options.hosts,
         memory_gib=options.memory_gib,
@@ -229,12 +241,19 @@ def _plan_of(options: argparse.Namespace) -> Ranking:
     )
 
 
-def _named(name: str) -> Any:
+def _made(name: str, given: Sequence[str] | dict[str, Any]) -> Any:
+    """Returns what a class or a function of this name makes of arguments."""
     package, _, attribute = name.partition(":")
+    arguments = _arguments(given)
     try:
-        return getattr(import_module(package), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name!r}: {error}. Write PACKAGE:CLASS, like recipes.gpt:GPT.") from None
+        kind = getattr(import_module(package), attribute)
+        signature(kind).bind(**arguments)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} with {arguments}: {error}. Write PACKAGE:CLASS, like recipes.gpt:GPT, and"
+            " its arguments as NAME=VALUE."
+        ) from None
+    return kind(**arguments)
 
 
 def _arguments(given: Sequence[str] | dict[str, Any]) -> dict[str, Any]:

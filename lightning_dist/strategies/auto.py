@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.comms.group_pool import pool_of_world
 from lightning_dist.engine.planning.links import Link
 from lightning_dist.engine.planning.search.machine import NO_LINK, Machine
@@ -81,8 +81,9 @@ class AutoStrategy(MeshStrategy):
             raise ValueError(f"The plan decides on {planned}. Leave them out, or use MeshStrategy.")
         if replicas is not None:
             check_count("replicas", replicas)
-        if memory_gib is not None and not memory_gib > 0:
-            raise ValueError(f"memory_gib={memory_gib} must be above zero, or None.")
+        if memory_gib is not None:
+            check_positive("memory_gib", memory_gib)
+        check_count("states_per_parameter", states_per_parameter, at_least=0)
         super().__init__(dp_shard=1, meta_init=False, **arguments)
         self._memory_gib = memory_gib
         # The first batch tells how large it is.

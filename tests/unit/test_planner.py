@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
@@ -54,10 +55,14 @@ def test_arguments_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     main(["plan", "--config", str(path)])
     assert "The best 2 of" in capsys.readouterr().out
-    path.write_text("wolrd_size: 8")
-    with pytest.raises(SystemExit):
-        main(["plan", "--config", str(path)])
-    assert "must have only these keys" in capsys.readouterr().err
+    for text, message in (
+        ("wolrd_size: 8", "must have only these keys"),
+        ("world_size: [8", "while parsing a flow sequence"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SystemExit):
+            main(["plan", "--config", str(path)])
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -68,6 +73,18 @@ def test_arguments_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--efficiency 2", "efficiency=2.0"),
         ("--module recipes.gpt:Gpt", "recipes.gpt:Gpt"),
         ("--schedules pipedream", "stale weights"),
+        ("--memory-gib -1", "memory_gib=-1.0 must be a number above 0"),
+        ("--device h1000", "invalid choice: 'h1000'"),
+        ("--hosts 3", "num_hosts=3 does not divide the world of 8 ranks"),
+        ("--world-size 0", "world_size=0"),
+        ("--states-per-parameter -1", "states_per_parameter=-1"),
+        ("--link-gbit 0", "a bandwidth above 0"),
+        ("--budget 5", "--budget and --samples-per-epoch need --price-per-hour"),
+        ("--out /nowhere/plan.yaml", "--out /nowhere/plan.yaml: there is no such folder"),
+        ("--config nothing.yaml", "No such file or directory: 'nothing.yaml'"),
+        ("--module recipes.gpt", "Write PACKAGE:CLASS"),
+        ("--module-args widht=3", "unexpected keyword argument 'widht'"),
+        ("--module recipes.gpt:build_gpt", "The module is a Sequential. Give a LightningModule"),
     ],
 )
 def test_errors_of_the_command(more: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +116,8 @@ def test_a_strategy_from_a_plan() -> None:
     assert strategy.mesh_shape(2) == found.best.layout.mesh
     with pytest.raises(ValueError, match=r"\['pp'\] already"):
         MeshStrategy.from_plan(found.best, pp=2)
+    with pytest.raises(ValueError, match="must multiply to the world size of 4. The nearest"):
+        L.Trainer(accelerator="cpu", devices=4, strategy=MeshStrategy.from_plan(found.best))
 
 
 @pytest.mark.parametrize(
@@ -109,6 +128,7 @@ def test_a_strategy_from_a_plan() -> None:
         ({"memory_gib": -1.0}, "memory_gib=-1.0"),
         ({"schedules": ["pipedream"]}, "stale weights"),
         ({"num_plans": 0}, "num_plans=0"),
+        ({"states_per_parameter": -1}, "states_per_parameter=-1"),
     ],
 )
 def test_arguments_that_the_planner_refuses(arguments: dict[str, Any], message: str) -> None:

@@ -17,10 +17,18 @@ class Link:
     Attributes:
         latency_seconds: Seconds of an empty message.
         bytes_per_second: Bandwidth in one direction, while the other is as busy.
+
+    Raises:
+        ValueError: The latency is below zero, or the bandwidth is not above it.
     """
 
     latency_seconds: float
     bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if not (self.latency_seconds >= 0 and self.bytes_per_second > 0):
+            raise ValueError(f"{self}: a latency of 0 or more goes with a bandwidth above 0.")
 
     def seconds(self, num_bytes: float) -> float:
         """Returns the seconds of a message."""

@@ -6,11 +6,15 @@ the first moment at which its rank is free and its data has arrived.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.schedule import Execution, Schedule
 from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
+
+_UNKNOWN = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,48 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
             spans.append(Span(rank, _span_kind(action), action, start, finish))
     execution.raise_if_stuck()
     return Timeline(len(schedule.ranks), tuple(spans))
+
+
+def makespan_seconds(schedule: Schedule, costs: StageCosts) -> float:
+    """Returns the end of :func:`simulate`, many times as fast, for a search of many schedules.
+
+    Args:
+        schedule: A valid schedule of compute actions only.
+        costs: Costs with one entry per stage.
+    """
+    homes, count = schedule.rank_of_stage, schedule.num_microbatches
+    hops = [costs.transfer_seconds if here != there else 0.0 for here, there in pairwise(homes)]
+    # When the activations and gradients of micro-batches reach a stage; infinite while unknown.
+    activations = [[0.0] * count] + [[_UNKNOWN] * count for _ in hops]
+    gradients = [[_UNKNOWN] * count for _ in hops] + [[0.0] * count]
+    ends = []
+
+    def run(actions: Sequence[Action]) -> Iterator[bool]:
+        now = 0.0
+        for action in actions:
+            stage, kind, index = action.stage_index, action.kind, action.microbatch_index
+            if kind is ActionKind.BACKWARD_WEIGHT:
+                now += (1.0 - costs.input_share) * costs.backward_seconds[stage]
+                continue
+            arrivals = activations if kind is ActionKind.FORWARD else gradients
+            while (ready := arrivals[stage][index]) == _UNKNOWN:
+                yield True
+            now = ready if ready > now else now
+            if kind is ActionKind.FORWARD:
+                now += costs.forward_seconds[stage]
+                if stage < len(hops):
+                    activations[stage + 1][index] = now + hops[stage]
+            else:
+                share = 1.0 if kind is ActionKind.BACKWARD else costs.input_share
+                now += share * costs.backward_seconds[stage]
+                if stage > 0:
+                    gradients[stage - 1][index] = now + hops[stage - 1]
+        ends.append(now)
+
+    runs = [run(actions) for actions in schedule.ranks]
+    while runs:
+        runs = [own for own in runs if next(own, False)]
+    return max(ends)
 
 
 def _span_kind(action: Action) -> SpanKind:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from lightning_dist import ParameterServerStrategy
+from lightning_dist import FSDPStrategy, ParameterServerStrategy
 from lightning_dist.callbacks import MixedPrecision
 from tests.helpers.networks.models import (
     Classifier,
@@ -75,6 +75,7 @@ CASES: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any], str]] =
         {"sync_batchnorm": True},
         "Synchronised BatchNorm does not go with mode='async'",
     ),
+    "shards": (Classifier, {}, {}, "The module is sharded already, .* whole parameters"),
     "length": (Classifier, {"mode": "async"}, {}, "mode='async' needs training loaders of known"),
 }
 
@@ -87,6 +88,8 @@ def attempt(name: str, path: str) -> tuple[str, str]:
     loader: Any = make_loader(16)
     if name == "length":
         loader = torch.utils.data.DataLoader(Endless(), batch_size=8)
+    if name == "shards":
+        make_trainer(devices=2, strategy=FSDPStrategy(timeout_s=20.0)).fit(built, loader, loader)
     try:
         strategy = ParameterServerStrategy(timeout_s=20.0, **arguments)
         trainer: L.Trainer = make_trainer(devices=2, strategy=strategy, **options)

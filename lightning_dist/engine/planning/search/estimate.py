@@ -31,7 +31,7 @@ from lightning_dist.engine.planning.search.model_costs import MeasuredBatch, Mod
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.registry import build_schedule, find_schedules
 from lightning_dist.engine.schedules.schedule import Schedule
-from lightning_dist.engine.schedules.simulator import StageCosts, simulate
+from lightning_dist.engine.schedules.simulator import StageCosts, makespan_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +213,14 @@ class Estimator:
         return self._whole(layout) if layout.mesh.pp == 1 else self._staged(layout)
 
     def _fitting_partition(self, layout: Layout) -> tuple[int, ...]:
-        layers, schedule = self.batch(layout).step.layers, self.schedule(layout)
+        layers = self.batch(layout).step.layers
         states, shards = self.costs.states_per_parameter, layout.mesh.dp_shard
         per_byte = (3.0 + states) / shards + (2.0 if shards > 1 else 0.0)
         limit = MemoryLimit(
             cap_bytes=self.machine.memory_bytes - self.batch(layout).rest_bytes,
             resident_bytes=[per_byte * layer.parameter_bytes for layer in layers],
             flight_bytes=[layer.activation_bytes for layer in layers],
-            in_flight=[schedule.in_flight(rank) for rank in range(layout.mesh.pp)],
+            in_flight=[most for own in self._flights(layout) for ((_, most),) in own],
             copy_bytes=[0.0] * len(layers),
             num_copies=[0] * layout.mesh.pp,
         )
@@ -250,7 +250,7 @@ class Estimator:
         cost, parts = self._stage_costs(layout), self._parts(layout)
         compute = self._compute(layout, parts)
         update = max(part.update_seconds for part in parts)
-        alone = max(compute, simulate(self.schedule(layout), cost).makespan_seconds + update)
+        alone = max(compute, makespan_seconds(self.schedule(layout), cost) + update)
         later = max(compute, self._makespan(layout) + update) - alone
         waits = self._along_stages(layout, parts)
         count = layout.num_microbatches
@@ -264,11 +264,13 @@ class Estimator:
         return Estimate(compute, alone - compute, waits, self.memory(layout))
 
     def _makespan(self, layout: Layout) -> float:
-        """Returns the seconds of the schedule, with messages."""
-        if layout not in self._makespans:
+        """Returns the seconds of the schedule, with messages; shards are as fast as replicas."""
+        mesh = replace(layout.mesh, dp_replicate=layout.mesh.data_size, dp_shard=1)
+        key = replace(layout, mesh=mesh)
+        if key not in self._makespans:
             costs = self._with_messages(layout, self._stage_costs(layout))
-            self._makespans[layout] = simulate(self.schedule(layout), costs).makespan_seconds
-        return self._makespans[layout]
+            self._makespans[key] = makespan_seconds(self.schedule(layout), costs)
+        return self._makespans[key]
 
     def _stage_costs(self, layout: Layout) -> StageCosts:
         return self.batch(layout).step.of_stages(layout.partition)

@@ -58,11 +58,11 @@ class Plan:
             estimate["memory"] = RankMemory(**estimate["memory"])
             found = cls(Layout(**layout), Estimate(**estimate), str(content["reason"]))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"This is no plan: {error!r}. `Plan.save` and `python -m lightning_dist plan --out"
-                " FILE` write one."
-            ) from None
-        check_count("batch_size", found.layout.batch_size)
+            raise ValueError(_no_plan(repr(error))) from None
+        for name in ("batch_size", "stages_per_rank", "num_microbatches"):
+            check_count(name, getattr(found.layout, name))
+        for layers in found.layout.partition:
+            check_count("partition", layers)
         return found
 
     def save(self, path: str | Path) -> None:
@@ -76,7 +76,11 @@ class Plan:
         Raises:
             ValueError: The file holds no plan.
         """
-        return cls.from_dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(_no_plan(f"{path}: {error}")) from None
+        return cls.from_dict(content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,13 @@ class Price:
     def of_seconds(self, seconds: float) -> float:
         """Returns the price of some seconds."""
         return self.per_hour * seconds / _SECONDS_PER_HOUR
+
+
+def _no_plan(found: str) -> str:
+    return (
+        f"This is no plan: {found}. `Plan.save` and `python -m lightning_dist plan --out FILE`"
+        " write one."
+    )
 
 
 def _row(plan: Plan) -> tuple[str, ...]:

@@ -88,10 +88,14 @@ def search(costs: ModelCosts, machine: Machine, request: Request) -> Ranking:
     estimator = Estimator(costs, machine)
     layouts = list(all_layouts(costs, machine, request))
     if not layouts:
+        wanted = [
+            f"has replicas={request.replicas}" if request.replicas else "",
+            f"divides global_batch={request.global_batch}" if request.global_batch else "",
+        ]
         raise ValueError(
-            f"No mesh of {machine.world_size} ranks has replicas={request.replicas} and divides a"
-            f" global batch of {request.global_batch} samples: each data replica needs one at"
-            f" least. Use a multiple of {machine.world_size}, or fewer ranks."
+            f"No mesh of {machine.world_size} ranks {' and '.join(filter(None, wanted))}: the data"
+            " replicas divide the ranks, and share the samples out. Use a multiple of"
+            f" {machine.world_size} samples, and a divisor of {machine.world_size} replicas."
         )
     best: list[tuple[float, int, Layout]] = []
     tight: list[Layout] = []
@@ -228,10 +232,11 @@ def _too_large(estimator: Estimator, tight: Sequence[Layout]) -> str:
     assert least is not None
     smallest, memory = least
     machine, held = estimator.machine, memory.peak - memory.activations
+    free = int(machine.memory_bytes) - memory.activations
     more = (
         "a smaller batch"
-        if memory.activations > held
-        else f"{-(-machine.world_size * held // int(machine.memory_bytes)):,} ranks or more"
+        if memory.activations > held or free <= 0
+        else f"{-(-machine.world_size * held // free):,} ranks or more"
     )
     return (
         f"No layout of {machine.world_size} ranks fits into"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import assume, given, settings
@@ -19,7 +20,7 @@ from lightning_dist.engine.schedules.registry import (
 )
 from lightning_dist.engine.schedules.rounds import Stream
 from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError
-from lightning_dist.engine.schedules.simulator import StageCosts, simulate
+from lightning_dist.engine.schedules.simulator import StageCosts, makespan_seconds, simulate
 
 stages = st.integers(1, 8)
 microbatches = st.integers(1, 16)
@@ -98,6 +99,19 @@ def test_synchronous_bubbles_are_the_closed_form(
     for version in (schedule, add_communication(schedule), lower(schedule)):
         timeline = simulate(version, costs)
         assert timeline.bubble_fraction == pytest.approx((n - 1) / (v * m + n - 1), abs=1e-12)
+
+
+@given(schedules(), st.randoms(), st.sampled_from((0.0, 0.5)))
+@quick
+def test_the_makespan_alone_is_the_simulations(
+    schedule: Schedule, random: Random, transfer: float
+) -> None:
+    forward, backward = (
+        tuple(random.uniform(0.5, 2.0) for _ in range(schedule.num_stages)) for _ in range(2)
+    )
+    costs = StageCosts(forward, backward, transfer, input_share=0.4)
+    expected = simulate(schedule, costs).makespan_seconds
+    assert makespan_seconds(schedule, costs) == pytest.approx(expected, rel=1e-12)
 
 
 @given(schedules("zb_h1"))

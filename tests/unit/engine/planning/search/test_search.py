@@ -23,9 +23,9 @@ def machine(memory: float, world_size: int = 8, **others: float) -> Machine:
 
 
 def by_brute_force(seed: int, where: Machine, request: Request) -> list[tuple[float, Layout]]:
-    estimator = Estimator(model(6, seed, tensor=True), where)
-    found = []
-    for layout in all_layouts(estimator.costs, where, request):
+    costs, found = model(6, seed, tensor=True), []
+    for layout in all_layouts(costs, where, request):
+        estimator = Estimator(costs, where)  # a new one, which remembers nothing of other layouts
         fitting = estimator.fitting(estimator.with_partition(layout))
         if fitting is not None:
             found.append((estimator.estimate(fitting).step_seconds / layout.global_batch, fitting))
@@ -101,8 +101,10 @@ def test_nothing_fits() -> None:
 
 def test_no_mesh_divides_the_batch() -> None:
     costs = replace(model(), can_cut=False)
-    with pytest.raises(ValueError, match="global batch of 7"):
+    with pytest.raises(ValueError, match="No mesh of 8 ranks divides global_batch=7"):
         search(costs, machine(1e9), Request(global_batch=7))
+    with pytest.raises(ValueError, match="No mesh of 8 ranks has replicas=3:"):
+        search(costs, machine(1e9), Request(batch_size=7, replicas=3))
 
 
 def test_requests_that_make_no_sense() -> None:
@@ -126,9 +128,18 @@ def test_a_plan_as_yaml(tmp_path) -> None:  # type: ignore[no-untyped-def]
     best = search(model(), machine(1e9), Request(global_batch=8)).best
     best.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == best
-    (tmp_path / "other.yaml").write_text("layout: 3")
-    with pytest.raises(ValueError, match="This is no plan"):
-        Plan.load(tmp_path / "other.yaml")
+    saved = (tmp_path / "plan.yaml").read_text()
+    for content, message in (
+        (b"layout: 3", "This is no plan"),
+        (b"", "This is no plan"),
+        (b"layout: [3", "This is no plan: .*other.yaml"),
+        (b"\x80\x02", "This is no plan: .*other.yaml"),
+        (saved.replace("microbatches: 1", "microbatches: 0").encode(), "num_microbatches=0"),
+        (saved.replace("pp: 1", "pp: -1").encode(), "pp=-1"),
+    ):
+        (tmp_path / "other.yaml").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            Plan.load(tmp_path / "other.yaml")
 
 
 def test_prices() -> None:
@@ -140,7 +151,8 @@ def test_prices() -> None:
 
 
 @pytest.mark.long
-def test_a_search_for_1024_ranks_and_100_layers() -> None:
+@pytest.mark.parametrize("memory", [2500.0, 1500.0, 900.0])  # ample, scarce, hardly enough
+def test_a_search_for_1024_ranks_and_100_layers(memory: float) -> None:
     start = time.process_time()
-    search(model(100, tensor=True), machine(2500.0, 1024), Request(global_batch=4096))
+    search(model(100, tensor=True), machine(memory, 1024), Request(global_batch=4096))
     print(f"{time.process_time() - start:.1f} s of one core")
