@@ -63,6 +63,8 @@ _STRAGGLES = 1.15
 """A straggler takes at least this many times as long as ranks with the same work, ..."""
 _FELT = 0.05
 """... and longer by at least this share of a step."""
+_INPUT_BOUND = 0.1
+"""A run is input-bound if a rank waits for its batches at least this share of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,34 @@ class Straggler:
     def __str__(self) -> str:
         """Returns the rank, its host and the ratio as text."""
         return f"rank {self.place.rank} on {self.place.host} ({self.ratio:.2f} x its peers)"
+
+
+@dataclass(frozen=True, slots=True)
+class InputWait:
+    """A rank's wait for its batches.
+
+    Attributes:
+        place: The rank.
+        share: The wait's share of a step.
+    """
+
+    place: RankPlace
+    share: float
+
+    @property
+    def is_input_bound(self) -> bool:
+        """Whether the wait is long enough to say that the input bounds the run."""
+        return self.share >= _INPUT_BOUND
+
+    def __str__(self) -> str:
+        """Returns the wait as text, with what to change if the run is input-bound."""
+        text = f"rank {self.place.rank} waits {self.share:.0%} of a step for its batches"
+        if not self.is_input_bound:
+            return text
+        return (
+            f"bounds the run: {text}. Raise num_workers or prefetch_factor of the loader, or"
+            " prepare samples ahead: decoded, tokenised, packed"
+        )
 
 
 @dataclass(frozen=True)
@@ -186,6 +216,23 @@ class ProfileReport:
                     found.append(Straggler(self.records[rank].place, own / typical))
         return tuple(sorted(found, key=lambda straggler: -straggler.ratio))
 
+    @cached_property
+    def input_wait(self) -> InputWait:
+        """The longest wait of a rank for its batches.
+
+        The first rank of each data replica reads. The others' waits are for that rank, which may
+        be busy with a step.
+        """
+        readers: dict[int, int] = {}
+        for rank, record in enumerate(self.records):
+            readers.setdefault(record.place.data_index, rank)
+        share = {
+            rank: self.accounts[rank].seconds[Use.DATA_LOADING] / self.accounts[rank].step_seconds
+            for rank in readers.values()
+        }
+        slowest = max(share, key=lambda rank: share[rank])
+        return InputWait(self.records[slowest].place, share[slowest])
+
     # --- work --------------------------------------------------------------------------------
 
     @property
@@ -263,6 +310,7 @@ class ProfileReport:
             "peak_bytes": float(max(use.measured.peak for use in memory)),
             "slowest_rank": float(self.slowest.rank),
             "num_stragglers": float(len(self.stragglers)),
+            "input_wait": self.input_wait.share,
             **{f"{use.replace(' ', '_')}_share": self.share(use) for use in Use},
             **{name: value for name, value in known.items() if value is not None},
         }

@@ -31,6 +31,8 @@ def summary_table(report: ProfileReport) -> Table:
         rows.append(("collectives", f"{report.exposed_share:.0%} of their time is exposed"))
     slowest = f"none; rank {report.slowest.rank} on {report.slowest.host} computes longest"
     rows.append(("stragglers", "; ".join(map(str, report.stragglers)) or slowest))
+    if report.input_wait.is_input_bound:
+        rows.append(("input", str(report.input_wait)))
     if len(report.records) > 1:
         offset = max(abs(offset.seconds) for offset in report.offsets)
         error = max(offset.uncertainty_seconds for offset in report.offsets)

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_dist.engine.tensors.patch import Undo
+from lightning_dist.engine.tensors.patch import Undo, replace_method
 
 CombinedMode: TypeAlias = Literal["max_size_cycle", "sequential"]
 
@@ -129,6 +129,29 @@ def set_sampler_epoch(trainer: pl.Trainer, dataloader: object) -> None:
     epoch = getattr(trainer.fit_loop.epoch_progress.current, "processed")  # noqa: B009
     if epoch:
         _set_sampler_epoch(dataloader, epoch)
+
+
+def resume_early_loader(trainer: pl.Trainer) -> Undo:
+    """Lets a training loader that was set up too early go on where the checkpoint says.
+
+    A module that asks for ``estimated_stepping_batches`` in ``configure_optimizers`` has Lightning
+    set up the loader before the loops' state is loaded. Lightning drops the loader's state then,
+    and reads the epoch from its beginning.
+    """
+    loop = trainer.fit_loop
+    set_up = loop.setup_data
+
+    def resume_and_set_up() -> None:
+        early, fetcher = loop._combined_loader, loop._data_fetcher
+        if loop.restarting and early is not None and loop._combined_loader_states_to_load:
+            assert fetcher is not None
+            loop._load_combined_loader_states()
+            for loader in early.flattened:
+                set_sampler_epoch(trainer, loader)
+            iter(fetcher)
+        set_up()
+
+    return replace_method(loop, "setup_data", resume_and_set_up)
 
 
 def batches_read(trainer: pl.Trainer) -> tuple[int, int | None, bool]:

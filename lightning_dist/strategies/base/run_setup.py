@@ -41,6 +41,7 @@ from lightning_dist.strategies.base.ending.stopping import (
     stop_evaluations_together,
     stop_training_together,
 )
+from lightning_dist.strategies.base.lightning_loaders import resume_early_loader
 
 StepContext: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Creates the context manager that a step of the user's runs in."""
@@ -119,6 +120,7 @@ class RunSetup(LayoutFreeCheckpoints):
             self.connect_evaluation(trainer)
             return
         self._undo += (
+            resume_early_loader(trainer),
             drain_before_validation(self.module, self.before_validation),
             order_callbacks(
                 trainer,

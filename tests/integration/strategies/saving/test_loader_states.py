@@ -83,6 +83,8 @@ class Recording(L.LightningModule):
         return F.cross_entropy(self.model(x), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Lightning sets up the loader for this, ahead of what a checkpoint says of it.
+        assert self.trainer.estimated_stepping_batches == STEPS
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

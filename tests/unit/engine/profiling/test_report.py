@@ -9,7 +9,13 @@ import pytest
 from lightning_dist.engine.profiling.account import Use, account_for
 from lightning_dist.engine.profiling.bubble import measured_costs, predicted_timeline
 from lightning_dist.engine.profiling.exposure import Exposure
-from lightning_dist.engine.profiling.record import Phase, PhaseKind, RankPlace, RankRecord
+from lightning_dist.engine.profiling.record import (
+    ClockOffset,
+    Phase,
+    PhaseKind,
+    RankPlace,
+    RankRecord,
+)
 from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.profiling.summary import memory_table, summary_table, time_table
 from lightning_dist.engine.schedules.actions import Action, ActionKind
@@ -154,6 +160,23 @@ def test_a_straggler_is_named_and_a_heavier_stage_is_none() -> None:
     assert report_of().slowest.rank == 1
     little = ProfileReport((plain(0, 0.1), plain(1, 0.4)), ())
     assert little.stragglers == ()  # 1.19 times as long, of which nobody takes notice
+
+
+def test_an_input_bound_run_is_named_with_what_to_change() -> None:
+    def loading(rank: int, seconds: float, data_index: int) -> RankRecord:
+        record = plain(rank, 2.0, phases=(Phase(rank, PhaseKind.DATA_LOADING, 0.0, seconds),))
+        return replace(record, place=replace(record.place, data_index=data_index))
+
+    clocks = (ClockOffset(),) * 3
+    # Rank 1 waits for rank 0, which reads for both; rank 2 reads for itself.
+    report = ProfileReport((loading(0, 0.2, 0), loading(1, 5.0, 0), loading(2, 0.9, 1)), clocks)
+    assert report.metrics["profile/input_wait"] == pytest.approx(0.09)
+    assert report.input_wait.place.rank == 2
+    assert "input" not in str(summary_table(report))
+    bound = ProfileReport((loading(0, 0.2, 0), loading(1, 5.0, 0), loading(2, 1.0, 1)), clocks)
+    summary = str(summary_table(bound))
+    assert "bounds the run: rank 2 waits 10% of a step for its batches" in summary
+    assert "num_workers" in summary
 
 
 def test_throughput_counts_each_batch_once() -> None:
