@@ -67,7 +67,7 @@ class LanguageModel(L.LightningModule):
     def configure_model(self):
         """Builds the layers; under FSDPStrategy they never take the memory of the whole model."""
         if self.model is None:
-            self.model = build_gpt(width=320, depth=6, num_heads=4)
+            self.model = build_gpt(width=256, depth=4, num_heads=4)
 
     def training_step(self, batch, batch_idx):
         """Computes the loss of a batch."""
@@ -80,7 +80,7 @@ class LanguageModel(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def train(strategy):
+def train(strategy, **options):
     """Trains with two batches per update, so that gradients add up in between."""
     trainer = L.Trainer(
         accelerator="cpu",
@@ -92,8 +92,9 @@ def train(strategy):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
-    tokens = torch.randint(256, (4 * 4, 65))
+    tokens = torch.randint(256, (4 * 4, 129))
     trainer.fit(LanguageModel(), DataLoader(TensorDataset(tokens), 1))
     return trainer.is_global_zero
 
@@ -106,7 +107,8 @@ def memory(field):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    train(DDPStrategy())  # so that no setting pays for what is loaded only once
+    # So that no setting pays for what is loaded only once.
+    train(DDPStrategy(), limit_train_batches=1)
     zero_3 = {"shard": "parameters", "sync_every_microstep": True}
     for name, strategy in {
         "DDP": DDPStrategy(),
@@ -163,7 +165,7 @@ for name, row in peaks.items():
     print(f"{name:22} {row['peak'] / MIB:6.1f} MiB at the peak")
 
 # %% [markdown]
-# The same model, the same batches, and a third of the memory. Where has the rest gone?
+# The same model, the same batches, and half of the memory. Where has the rest gone?
 #
 # ## What a replica holds
 #
@@ -372,9 +374,9 @@ if __name__ == "__main__":
 # We count these, and put what was measured beside.
 
 # %%
-model = build_gpt(width=320, depth=6, num_heads=4)
+model = build_gpt(width=256, depth=4, num_heads=4)
 whole = sum(p.nbytes for p in model.parameters())
-tokens = torch.randint(256, (1, 65))
+tokens = torch.randint(256, (1, 129))
 with ActivationMeter(model.parameters()) as meter:
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 activations = meter.peak_bytes
@@ -423,9 +425,10 @@ axes.legend(frameon=False, loc="lower right")
 plt.show()
 
 # %% [markdown]
-# For shards the count is too low, here by 11 to 14 %: it leaves out the buffers of collectives,
-# from which gathered parameters are copied. `make bench-memory` measures a model of twice the size,
-# where it is off by 1 to 5 %: [choosing](../docs/choosing.md#what-a-rank-holds) has its figures.
+# For shards the count is too low, here by 3 to 18 %: it leaves out the buffers of collectives,
+# from which gathered parameters are copied. `make bench-memory` measures a model of four times the
+# size, where it is off by 1 to 5 %: [choosing](../docs/choosing.md#what-a-rank-holds) has the
+# figures.
 #
 # Sharding does not come for nothing. What travels per update, in multiples of $V (N - 1) / N$,
 # where $V$ is the bytes of all parameters:
