@@ -330,6 +330,7 @@ class ParameterServerStrategy(DataParallelStrategy):
 
     @override
     def _check_lengths(self) -> None:
+        self.check_peers()
         super()._check_lengths()
         if not self._shares_steps and self._has_unknown_length:
             raise ValueError(

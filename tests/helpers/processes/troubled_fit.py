@@ -97,15 +97,19 @@ class Report(L.Callback):
 
 
 class Told(L.Callback):
-    """Is told to stop in one of its hooks, on one rank."""
+    """Gets a signal in one of its hooks, on one rank."""
 
-    def __init__(self, hook: str, rank: int) -> None:
+    def __init__(self, hook: str, rank: int, number: signal.Signals, mark: str | None) -> None:
         self.rank = rank
+        self.number = number
+        self.mark = mark
         setattr(self, hook, self._signal)
 
     def _signal(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_rank == self.rank:
-            os.kill(os.getpid(), signal.SIGTERM)
+            if self.mark is not None:
+                Path(self.mark).touch()
+            os.kill(os.getpid(), self.number)
 
 
 def run() -> None:
@@ -116,6 +120,7 @@ def run() -> None:
     parser.add_argument("--stage", type=int, default=0, help="the rank with the trouble")
     parser.add_argument("--trouble", default="none")
     parser.add_argument("--sigterm-in", default=None, help="a callback's hook")
+    parser.add_argument("--sigkill-in", default=None, help="a callback's hook")
     parser.add_argument("--mark", default=None, help="a file to make when the trouble begins")
     parser.add_argument("--at", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=120)
@@ -136,8 +141,9 @@ def run() -> None:
         module.model[place], Trouble(options.trouble, options.at, options.stage, options.mark)
     )
     callbacks: list[L.Callback] = [Report(options.report, options.pause)]
-    if options.sigterm_in:
-        callbacks.append(Told(options.sigterm_in, options.stage))
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if hook := getattr(options, f"{number.name.lower()}_in"):
+            callbacks.append(Told(hook, options.stage, number, options.mark))
     if options.root:
         directory = Path(options.root)
         callbacks.append(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dist.strategies.base.ending.signal_handlers import SIGTERM_EXIT_CODE
+from tests.faults.verdict import first_alarm
 from tests.helpers.processes.forked_runs import (
     END_AFTER_KILL_SECONDS,
     END_SECONDS,
@@ -16,13 +17,22 @@ from tests.helpers.processes.forked_runs import (
     errors_in,
 )
 
+IN_A_STEP = ("--trouble", "sigkill", "--at", "4")
+MEETINGS = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_validation_start"),
+    *("on_validation_end", "on_train_epoch_end", "on_save_checkpoint", "on_train_end"),
+)
 
-@pytest.mark.parametrize("ending", ["two epochs", pytest.param("saves", marks=pytest.mark.long)])
+
+@pytest.mark.parametrize(
+    "where", ["a step", *(pytest.param(hook, marks=pytest.mark.long) for hook in MEETINGS)]
+)
 def test_a_killed_worker_does_not_stop_the_others(
-    warm_python: WarmPython, tmp_path: Path, ending: str
+    warm_python: WarmPython, tmp_path: Path, where: str
 ) -> None:
-    saves = ("--root", str(tmp_path / "saved")) if ending == "saves" else ()
-    arguments = "--schedule", "async", "--trouble", "sigkill", "--stage", "2", "--at", "4", *saves
+    saves = () if where == "a step" else ("--root", str(tmp_path / "saved"))
+    trouble = ("--sigkill-in", where) if saves else IN_A_STEP
+    arguments = "--schedule", "async", "--stage", "2", *trouble, *saves
     with warm_python.trouble(tmp_path, *arguments, devices=3) as run:
         codes = run.wait(END_AFTER_KILL_SECONDS)
     assert codes == [0, 0, -signal.SIGKILL], run.output
@@ -45,6 +55,28 @@ def test_a_killed_rank_ends_all_with_the_cause(
     assert codes[1 - killed] == 1, run.output
     assert f"process of rank {killed} was lost" in run.output
     assert "Going on" not in run.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mode", "killed", "hook"),
+    [
+        ("async", 2, "setup"),  # before there are servers
+        ("async", 0, "on_train_start"),
+        ("async", 0, "on_train_epoch_end"),
+        ("async", 0, "on_save_checkpoint"),
+        ("bounded", 2, "on_validation_end"),
+        ("bounded", 2, "on_save_checkpoint"),
+    ],
+)
+def test_a_rank_that_is_killed_where_ranks_meet_ends_all_with_the_cause(
+    warm_python: WarmPython, tmp_path: Path, mode: str, killed: int, hook: str
+) -> None:
+    trouble = "--sigkill-in", hook, "--stage", str(killed), "--root", str(tmp_path / "saved")
+    with warm_python.trouble(tmp_path, "--schedule", mode, *trouble, devices=3) as run:
+        codes = run.wait(END_SECONDS)
+    assert codes == [-signal.SIGKILL if rank == killed else 1 for rank in range(3)], run.output
+    assert f"process of rank {killed} was lost" in first_alarm(run.output)
 
 
 @pytest.mark.long
