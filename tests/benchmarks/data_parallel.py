@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count as count_up
-from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -17,9 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist import DDPStrategy, FSDPStrategy, OuterOptimizer, ParameterServerStrategy
-from lightning_dist.engine.data_parallel.server.messages import ServerMode
-from lightning_dist.engine.parallelize.shard_config import Sharded
+from lightning_dist import (
+    DDPStrategy,
+    FSDPStrategy,
+    HogwildStrategy,
+    OuterOptimizer,
+    ParameterServerStrategy,
+)
 from tests.benchmarks.contestants import (
     BATCH,
     PlainGPT,
@@ -37,29 +40,35 @@ RAW_DDP, RAW_FSDP, RAW_FSDP_4 = "torch DDP", "torch FSDP2", "torch FSDP2, accumu
 LIGHTNINGS_DDP = "Lightning's DDPStrategy"
 LIGHTNINGS_FSDP = "Lightning's ModelParallelStrategy"
 LIGHTNINGS_FSDP_4 = "Lightning's ModelParallelStrategy, accumulate 4"
-REFERENCES = {
-    RAW_DDP: (RAW_DDP, LIGHTNINGS_DDP),
-    LIGHTNINGS_DDP: (RAW_DDP, LIGHTNINGS_DDP),
-    "our DDPStrategy, none": (RAW_DDP, LIGHTNINGS_DDP),
-    "our DDPStrategy, fp16": (RAW_DDP, LIGHTNINGS_DDP),
-    "our DDPStrategy, int8": (RAW_DDP, LIGHTNINGS_DDP),
-    "our DDPStrategy, topk": (RAW_DDP, LIGHTNINGS_DDP),
-    "our DDPStrategy, powersgd": (RAW_DDP, LIGHTNINGS_DDP),
-    "our DDPStrategy, sync_every=8": (RAW_DDP, LIGHTNINGS_DDP),
-    "our DDPStrategy, DiLoCo, 8": (RAW_DDP, LIGHTNINGS_DDP),
-    "our DDPStrategy, streaming DiLoCo, 8": (RAW_DDP, LIGHTNINGS_DDP),
-    "our ParameterServerStrategy, sync": (RAW_DDP, LIGHTNINGS_DDP),
-    "our ParameterServerStrategy, async": (RAW_DDP, LIGHTNINGS_DDP),
-    RAW_FSDP: (RAW_FSDP, LIGHTNINGS_FSDP),
-    LIGHTNINGS_FSDP: (RAW_FSDP, LIGHTNINGS_FSDP),
-    "our FSDPStrategy": (RAW_FSDP, LIGHTNINGS_FSDP),
-    "our FSDPStrategy, gradients": (RAW_FSDP, LIGHTNINGS_FSDP),
-    "our FSDPStrategy, optimizer": (RAW_FSDP, LIGHTNINGS_FSDP),
-    RAW_FSDP_4: (RAW_FSDP_4, LIGHTNINGS_FSDP_4),
-    LIGHTNINGS_FSDP_4: (RAW_FSDP_4, LIGHTNINGS_FSDP_4),
-    "our FSDPStrategy, accumulate 4": (RAW_FSDP_4, LIGHTNINGS_FSDP_4),
+OURS: dict[str, Callable[[], Strategy]] = {
+    **{
+        f"our DDPStrategy, {how}": partial(DDPStrategy, how, powersgd_start_step=2)
+        for how in ("none", "fp16", "int8", "topk", "powersgd")
+    },
+    "our DDPStrategy, sync_every=8": partial(DDPStrategy, sync_every=8),
+    "our DDPStrategy, DiLoCo, 8": partial(DDPStrategy, sync_every=8, outer=OuterOptimizer()),
+    "our DDPStrategy, streaming DiLoCo, 8": partial(
+        DDPStrategy, sync_every=8, outer=OuterOptimizer(), fragments=4, delay=2, wire="bf16"
+    ),
+    "our ParameterServerStrategy, sync": partial(ParameterServerStrategy, "sync", num_servers=2),
+    "our ParameterServerStrategy, async": partial(ParameterServerStrategy, "async", num_servers=2),
+    "our ParameterServerStrategy, bounded": partial(ParameterServerStrategy, "bounded", 4, 2),
+    "our HogwildStrategy": HogwildStrategy,
 }
-"""Whom a contestant is compared with: the raw loop, and Lightning's own strategy."""
+"""Strategies with whole replicas."""
+OURS_SHARDED: dict[str, Callable[[], Strategy]] = {
+    "our FSDPStrategy": FSDPStrategy,
+    "our FSDPStrategy, gradients": partial(FSDPStrategy, shard="gradients"),
+    "our FSDPStrategy, optimizer": partial(FSDPStrategy, shard="optimizer"),
+}
+"""Strategies with shards."""
+OURS_FSDP_4 = "our FSDPStrategy, accumulate 4"
+REFERENCES = {
+    **dict.fromkeys((RAW_DDP, LIGHTNINGS_DDP, *OURS), (RAW_DDP, LIGHTNINGS_DDP)),
+    **dict.fromkeys((RAW_FSDP, LIGHTNINGS_FSDP, *OURS_SHARDED), (RAW_FSDP, LIGHTNINGS_FSDP)),
+    **dict.fromkeys((RAW_FSDP_4, LIGHTNINGS_FSDP_4, OURS_FSDP_4), (RAW_FSDP_4, LIGHTNINGS_FSDP_4)),
+}
+"""What a contestant is compared with: the raw loop, and Lightning's own strategy."""
 
 
 def torch_ddp(rank: int, count: int) -> float:
@@ -82,20 +91,9 @@ def lightning_ddp(rank: int, count: int) -> float:
     return in_lightning(LightningDDPStrategy(), count, SHARE)
 
 
-def our_ddp(rank: int, count: int, compression: str, sync_every: int = 1, **options: Any) -> float:
-    strategy = DDPStrategy(compression, powersgd_start_step=2, sync_every=sync_every, **options)
-    return in_lightning(strategy, count, SHARE)
-
-
-def parameter_server(rank: int, count: int, mode: ServerMode) -> float:
-    return in_lightning(ParameterServerStrategy(mode, num_servers=2), count, SHARE)
-
-
-def diloco(rank: int, count: int, **options: Any) -> float:
-    return our_ddp(rank, count, "none", 8, outer=OuterOptimizer(), **options)
-
-
-streaming_diloco = partial(diloco, fragments=4, delay=2, wire="bf16")
+def ours(rank: int, count: int, name: str, accumulate: int = 1) -> float:
+    strategy = (OURS | OURS_SHARDED)[name]()
+    return in_lightning(strategy, count, SHARE, accumulate=accumulate)
 
 
 def shard_blocks(net: nn.Sequential, mesh: DeviceMesh) -> None:
@@ -137,10 +135,6 @@ class ShardedGPT(PlainGPT):
 def lightning_fsdp(rank: int, count: int, accumulate: int) -> float:
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     return in_lightning(strategy, count, SHARE, ShardedGPT, accumulate)
-
-
-def our_fsdp(rank: int, count: int, accumulate: int, shard: Sharded = "parameters") -> float:
-    return in_lightning(FSDPStrategy(shard=shard), count, SHARE, accumulate=accumulate)
 
 
 def print_beside_references(

@@ -198,6 +198,7 @@ CASES = {
     "FSDP, 2 ranks": Case(FSDPStrategy),
     "FSDP, 4 ranks": Case(FSDPStrategy, 4),
     'FSDP, 4 ranks, shard="gradients"': Case(FSDPStrategy, 4, options={"shard": "gradients"}),
+    'FSDP, 4 ranks, shard="optimizer"': Case(FSDPStrategy, 4, options={"shard": "optimizer"}),
     "FSDP, 4 ranks, 2 blocks only": Case(FSDPStrategy, 4, depth=2),
     "HSDP, 2 x 2 ranks": Case(FSDPStrategy, 4, options={"shard_size": 2}),
     'FSDP, 2 ranks, offload="cpu" (nothing to gain on a CPU)': Case(

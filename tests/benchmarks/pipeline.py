@@ -41,25 +41,13 @@ CONTESTANTS: dict[str, tuple[Callable[..., float], tuple[Any, ...]]] = {
     IDEAL: (c.ideal, ()),
     d.RAW_DDP: (d.torch_ddp, ()),
     d.LIGHTNINGS_DDP: (d.lightning_ddp, ()),
-    **{
-        f"our DDPStrategy, {how}": (d.our_ddp, (how,))
-        for how in ("none", "fp16", "int8", "topk", "powersgd")
-    },
-    "our DDPStrategy, sync_every=8": (d.our_ddp, ("none", 8)),
-    "our DDPStrategy, DiLoCo, 8": (d.diloco, ()),
-    "our DDPStrategy, streaming DiLoCo, 8": (d.streaming_diloco, ()),
-    **{
-        f"our ParameterServerStrategy, {mode}": (d.parameter_server, (mode,))
-        for mode in ("sync", "async")
-    },
+    **{name: (d.ours, (name,)) for name in d.OURS},
     d.RAW_FSDP: (d.torch_fsdp, (1,)),
     d.LIGHTNINGS_FSDP: (d.lightning_fsdp, (1,)),
-    "our FSDPStrategy": (d.our_fsdp, (1,)),
-    "our FSDPStrategy, gradients": (d.our_fsdp, (1, "gradients")),
-    "our FSDPStrategy, optimizer": (d.our_fsdp, (1, "optimizer")),
+    **{name: (d.ours, (name,)) for name in d.OURS_SHARDED},
     d.RAW_FSDP_4: (d.torch_fsdp, (4,)),
     d.LIGHTNINGS_FSDP_4: (d.lightning_fsdp, (4,)),
-    "our FSDPStrategy, accumulate 4": (d.our_fsdp, (4,)),
+    d.OURS_FSDP_4: (d.ours, ("our FSDPStrategy", 4)),
     t.RAW_TP: (t.torch_tensor_parallel, ()),
     t.LIGHTNINGS_TP: (t.lightning_tensor_parallel, ()),
     "our TensorParallelStrategy": (t.our_tensor_parallel, ()),
@@ -88,7 +76,7 @@ SYNCHRONOUS_PEERS = tuple(peer for peers in PEERS.values() for peer in peers)
 PEERS |= {name: SYNCHRONOUS_PEERS for name in ("ours pipedream", "ours pipedream_2bw, m=2")}
 
 IN_LIGHTNING = (
-    *(c.ours, d.lightning_ddp, d.our_ddp, d.parameter_server, d.lightning_fsdp, d.our_fsdp),
+    *(c.ours, d.lightning_ddp, d.lightning_fsdp, d.ours),
     *(t.lightning_tensor_parallel, t.our_tensor_parallel, a.lightning_2d, a.our_2d),
 )
 

@@ -50,6 +50,8 @@ def _callbacks(name: str, entry: Entry) -> list[str]:
         left_out |= set(OF_WHOLE_MODELS)
     if entry.versions is not None:
         left_out |= {"average", "accumulate_later"}
+    if not entry.shares_steps:
+        left_out |= {"stop", "stop_first_rank"}
     return [callback for callback in CALLBACKS if callback not in left_out]
 
 
@@ -168,6 +170,6 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         lr_find=resume_at is None
         and entry.replicas == 1
         and draw(st.sampled_from((False, False, False, True))),
-        # A step that is run ahead, to be traced, calls hooks of the first batch ahead.
-        hooks=name != "traced" and draw(st.booleans()),
+        # A step that is run ahead, to be traced or timed, calls hooks of the first batch ahead.
+        hooks=name not in ("traced", "auto") and draw(st.booleans()),
     )

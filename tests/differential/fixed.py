@@ -246,6 +246,13 @@ FIXED: dict[str, Fixed] = {
     "replicas stop when their first one does": Fixed(
         Case("ddp", callbacks=("stop_first_rank",), num_batches=5, epochs=2)
     ),
+    "a plan is measured in half precision": Fixed(Case("auto", precision="half")),
+    "workers push as they like": Fixed(
+        Case("server_async", callbacks=("every_steps", "rates"), logs=("loss",), hooks=True)
+    ),
+    "workers without locks": Fixed(
+        Case("hogwild", callbacks=("linked_last", "rates"), logs=("loss",), epochs=2, resume_at=5)
+    ),
     "shards": Fixed(
         Case(
             "fsdp",

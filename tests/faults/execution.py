@@ -20,7 +20,7 @@ from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.checkpoint.directory import resolve
 from tests.faults.case import LAUNCHER, PARTING, SILENT, Case
 from tests.faults.inject import Injector
-from tests.faults.training import FORGETFUL, NUM_STEPS, Plan
+from tests.faults.training import INEXACT, NUM_STEPS, Plan
 from tests.faults.verdict import first_alarm, has_true_cause_first
 from tests.helpers.processes.forked_runs import ForkedRun, WarmPython
 from tests.helpers.processes.workers import free_port
@@ -123,7 +123,7 @@ class Place:
         result.problems += self._leftovers(folder) + _torn(checkpoints)
         if result.outcome == "ended":
             result.problems += self._resume(case, folder, checkpoints, port)
-        result.problems += _differences(folder, expected, case.strategy in FORGETFUL)
+        result.problems += _differences(folder, expected, case.strategy in INEXACT)
         return result
 
     @contextmanager
@@ -300,7 +300,7 @@ def _torn(checkpoints: Path) -> list[str]:
     return problems
 
 
-def _differences(folder: Path, expected: list[dict[str, torch.Tensor]], forgets: bool) -> list[str]:
+def _differences(folder: Path, expected: list[dict[str, torch.Tensor]], inexact: bool) -> list[str]:
     """Lists ranks whose final weights are not those of the uninterrupted run, or not there."""
     problems = []
     for rank, weights in enumerate(expected):
@@ -309,7 +309,7 @@ def _differences(folder: Path, expected: list[dict[str, torch.Tensor]], forgets:
         equal = [
             name
             for name in weights
-            if name in found and (forgets or weights[name].equal(found[name]))
+            if name in found and (inexact or weights[name].equal(found[name]))
         ]
         if len(equal) < len(weights):
             what = f"{len(equal)} of {len(weights)} equal" if found else "there are none"

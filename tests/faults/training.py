@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import (
+    AutoStrategy,
     DDPStrategy,
     FSDPStrategy,
+    HogwildStrategy,
     MeshStrategy,
     OuterOptimizer,
     ParameterServerStrategy,
@@ -48,6 +50,10 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
         sync_every=4, outer=OuterOptimizer(), fragments=2, delay=1, **kw
     ),
     "server": lambda **kw: ParameterServerStrategy(num_servers=2, **kw),
+    "server async": lambda **kw: ParameterServerStrategy("async", **kw),
+    "server bounded": lambda **kw: ParameterServerStrategy("bounded", 1, **kw),
+    "hogwild": HogwildStrategy,
+    "auto": lambda **kw: AutoStrategy(replicas=2, **kw),
     "fsdp": FSDPStrategy,
     "fsdp gradients": lambda **kw: FSDPStrategy(shard="gradients", **kw),
     "fsdp optimizer": lambda **kw: FSDPStrategy(shard="optimizer", **kw),
@@ -64,8 +70,8 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
     ),
     "mesh 2x2": lambda **kw: MeshStrategy(pp=2, dp_shard=2, **kw),
 }
-FORGETFUL = ("ddp int8", "ddp topk")
-"""What these lose of a gradient and add to the next one, no checkpoint has."""
+INEXACT = ("ddp int8", "ddp topk", "server async", "server bounded", "hogwild")
+"""No checkpoint has what these add of a gradient to the next one, or the order of their updates."""
 NUM_RANKS = {name: 4 if name.endswith("2x2") else 2 for name in STRATEGIES}
 
 NUM_EPOCHS = 3

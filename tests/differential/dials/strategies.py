@@ -10,8 +10,10 @@ from functools import partial
 from lightning.pytorch.strategies import Strategy
 
 from lightning_dist import (
+    AutoStrategy,
     DDPStrategy,
     FSDPStrategy,
+    HogwildStrategy,
     MeshStrategy,
     OuterOptimizer,
     ParameterServerStrategy,
@@ -40,6 +42,7 @@ class Entry:
         is_spread: Whether ranks have pieces of layers.
         is_sharded: Whether ranks have shards of parameters, or replicas that are made as these.
         averages_behind_hooks: Whether a rank clips its own gradient.
+        shares_steps: Whether each step ties all ranks. Else a stop comes at no certain batch.
         tolerance: How far values may be from one device's, beyond rounding; infinite if replicas
             step by themselves, so that only the rest of a run is compared.
     """
@@ -54,6 +57,7 @@ class Entry:
     is_spread: bool = False
     is_sharded: bool = False
     averages_behind_hooks: bool = False
+    shares_steps: bool = True
     tolerance: float = 0.0
 
     @property
@@ -90,6 +94,37 @@ STRATEGIES: dict[str, Entry] = {
         2,
         partial(ParameterServerStrategy, num_servers=2, timeout_s=20.0),
         averages_behind_hooks=True,
+    ),
+    "server_async": Entry(
+        2,
+        2,
+        partial(ParameterServerStrategy, "async", timeout_s=20.0),
+        averages_behind_hooks=True,
+        shares_steps=False,
+        tolerance=math.inf,
+    ),
+    "server_bounded": Entry(
+        2,
+        2,
+        partial(ParameterServerStrategy, "bounded", 1, num_servers=2, timeout_s=20.0),
+        averages_behind_hooks=True,
+        shares_steps=False,
+        tolerance=math.inf,
+    ),
+    "hogwild": Entry(
+        2,
+        2,
+        partial(HogwildStrategy, timeout_s=20.0),
+        averages_behind_hooks=True,
+        shares_steps=False,
+        tolerance=math.inf,
+    ),
+    "auto": Entry(
+        2,
+        2,
+        partial(AutoStrategy, replicas=2, timeout_s=20.0),
+        is_slow=True,
+        is_sharded=True,
     ),
     "fsdp": Entry(2, 2, partial(FSDPStrategy, timeout_s=20.0), is_sharded=True),
     "ddp_int8": Entry(
