@@ -169,9 +169,12 @@ class AutoStrategy(MeshStrategy):
         )
         costs = None
         self.module.to(self.root_device)
+        self.precision_plugin.convert_module(self.module)
+        self.precision_plugin.connect(self.module, [], [])
         self.barrier("measure")
         if machine.processors is None or self.local_rank < max(1, int(machine.processors)):
             costs = measurement.costs(self.module, batch)
+        self.precision_plugin.teardown()
         self.module.to("cpu")
         found: ModelCosts = self.broadcast(costs)
         return found
