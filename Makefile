@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch numpy
 	# compat: the clone itself is importable, with the recipes, which the wheel does not hold.
-	$(PIP_INSTALL) --config-settings editable_mode=compat --editable '.[recipes,plots,wandb,serve,tune,dev]'
+	$(PIP_INSTALL) --config-settings editable_mode=compat --editable '.[recipes,plots,wandb,serve,tune,data,dev]'
 	touch $@
 
 install: $(STAMP)  ## Make .venv with everything

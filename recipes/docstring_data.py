@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from recipes.docstrings import Docstring, load_docstrings, split_docstrings
 from recipes.minilm import load_tokenizer
+from recipes.streaming.buckets import LengthBuckets
 from recipes.text import SeededShuffle
 
 # Sharded ranks evaluate together, so each needs as many docstrings as the others: 2, 4 or 8 have.
@@ -32,6 +33,8 @@ class DocstringDataModule(L.LightningDataModule):
         sequence_length: Tokens per docstring, at most.
         seed: Seed of the split and the training order.
         num_workers: Processes that load data; the tokens are in memory, so none are needed.
+        tokens_per_batch: If given, training batches have docstrings of like length, and so many of
+            them that each has about this many tokens; ``batch_size`` is for evaluation then.
 
     Attributes:
         train_docstrings: Docstrings to train on.
@@ -50,6 +53,7 @@ class DocstringDataModule(L.LightningDataModule):
         sequence_length: int = 48,
         seed: int = 0,
         num_workers: int = 0,
+        tokens_per_batch: int | None = None,
     ) -> None:
         super().__init__()
         for name, size, least in (
@@ -62,6 +66,7 @@ class DocstringDataModule(L.LightningDataModule):
         self._batch_size = batch_size
         self._seed = seed
         self._num_workers = num_workers
+        self._tokens_per_batch = tokens_per_batch
         self._tokenizer = load_tokenizer(folder, sequence_length)
         self.train_docstrings, self.val_docstrings, self.test_docstrings = split_docstrings(
             load_docstrings(), seed, EVALUATED_MULTIPLE
@@ -72,9 +77,19 @@ class DocstringDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        replica = self.trainer.distributed_sampler_kwargs if self.trainer else None
-        sampler = SeededShuffle(self._train, self._seed, len(self._train), **(replica or {}))
-        return self._loader(self._train, sampler)
+        replica = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
+        if self._tokens_per_batch is None:
+            sampler = SeededShuffle(self._train, self._seed, len(self._train), **replica)
+            return self._loader(self._train, sampler)
+        lengths = (self._train.tensors[0] != 0).sum(dim=1)
+        buckets = LengthBuckets(lengths, self._tokens_per_batch, self._seed, **replica)
+        return DataLoader(
+            self._train,
+            batch_size=None,  # an index of the sampler is a whole batch
+            sampler=buckets,
+            num_workers=self._num_workers,
+            collate_fn=trim,
+        )
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:
@@ -120,4 +135,10 @@ def collate(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         Tokens, ``(B, T)`` with the longest text's ``T``, and labels, ``(B,)``.
     """
     tokens, labels = (torch.stack(column) for column in zip(*samples, strict=True))
+    return trim((tokens, labels))
+
+
+def trim(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns a batch of tokens and labels without the padding that all texts have in common."""
+    tokens, labels = batch
     return tokens[:, : int((tokens != 0).sum(dim=1).max())], labels

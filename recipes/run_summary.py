@@ -69,8 +69,10 @@ class RunSummary(Throughput):
     def _quality(self, trainer: L.Trainer) -> list[tuple[str, str]]:
         loss = trainer.callback_metrics.get("val_bits_per_byte")
         data = trainer.datamodule
-        if loss is None or not isinstance(data, TextDataModule):
+        if loss is None:
             return []
+        if not isinstance(data, TextDataModule):
+            return [("validation", f"{loss:.3f} bits per byte")]
         unigram = unigram_bits_per_byte(data.train_text, data.val_text)
         bigram = bigram_bits_per_byte(data.train_text, data.val_text)
         beats = {

@@ -109,3 +109,16 @@ def test_replicas_evaluate_each_docstring_once_in_as_many_batches(
 def test_bad_sizes_of_the_data(argument: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{argument}={value}"):
         DocstringDataModule(**{argument: value})
+
+
+def test_batches_of_like_length_have_little_padding(folder: str) -> None:
+    def padding(loader: Any) -> float:
+        batches = [tokens for tokens, _ in loader]
+        return 1 - sum(int((t != 0).sum()) for t in batches) / sum(t.numel() for t in batches)
+
+    data = DocstringDataModule(folder, tokens_per_batch=512)
+    loader = data.train_dataloader()
+    batches = list(loader)
+    assert max(tokens.numel() for tokens, _ in batches) <= 512
+    assert sum(len(labels) for _, labels in batches) == len(data.train_docstrings)
+    assert padding(loader) < 0.05 < padding(DocstringDataModule(folder).train_dataloader())

@@ -62,6 +62,12 @@ def test_the_verdict(bits: float, verdict: str) -> None:
     assert verdict in row
 
 
+def test_other_data_has_no_baselines() -> None:
+    metrics = {"val_bits_per_byte": torch.tensor(2.0)}
+    trainer: Any = SimpleNamespace(callback_metrics=metrics, datamodule=None)
+    assert RunSummary()._quality(trainer) == [("validation", "2.000 bits per byte")]
+
+
 def test_throughput_counts_all_but_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now))
