@@ -26,7 +26,9 @@ from recipes.streaming.shards import write_shards
 from recipes.text import load_text
 from tests.helpers.networks.models import make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
+from tests.integration.test_recipes import run_in_pool
 
+CONFIG = Path("recipes/configs/stream_gpt.yaml")
 LENGTH, BATCH = 16, 16
 PLAN = {
     "model.*.token": "vocab",
@@ -112,3 +114,16 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(
         assert all(torch.equal(found[key], value) for key, value in expected.items())
     replicas = {tuple(seen) for _, seen, _ in whole}
     assert len(replicas) == (2 if name in ("ddp", "ddp_workers", "fsdp", "mesh") else 1)
+
+
+@pytest.mark.long
+def test_the_recipe_trains(workers: WorkerPool, tmp_path: Path) -> None:
+    logger = f"--trainer.logger.init_args.save_dir={tmp_path}"
+    folder = f"--data.init_args.folder={tmp_path / 'shards'}"
+    limits = [f"--trainer.limit_{name}_batches=2" for name in ("train", "val")]
+    few = ["--trainer.max_epochs=1", "--data.init_args.num_workers=0", *limits]
+    arguments = ["fit", f"--config={CONFIG}", *few, logger, folder]
+    output, _ = workers.run(2, run_in_pool, arguments)
+    assert "8 shards of 409 rows" in output
+    assert "bits per byte" in output
+    assert "bubble fraction" in output
