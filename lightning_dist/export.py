@@ -124,7 +124,8 @@ def _build(options: argparse.Namespace, checkpoint: Mapping[str, Any]) -> pl.Lig
     except (AttributeError, ImportError, ValueError) as error:
         raise ValueError(f"--module {options.module}: {error}. Use package.file:Class.") from error
     rest = io.BytesIO()
-    torch.save({**checkpoint, "state_dict": {}}, rest)
+    version = {"pytorch-lightning_version": pl.__version__}
+    torch.save({**version, **checkpoint, "state_dict": {}}, rest)
     rest.seek(0)
     # Where the module runs, it needs the buffers that are in no checkpoint, too.
     device = torch.device("cpu" if options.format == "onnx" else "meta")
@@ -139,6 +140,11 @@ def _build(options: argparse.Namespace, checkpoint: Mapping[str, Any]) -> pl.Lig
             f"--module {options.module} cannot be built from the hyperparameters in"
             f" {options.source}: {error}. Call `self.save_hyperparameters()` in its __init__, or"
             " name the module that was trained."
+        ) from error
+    except ValueError as error:  # of Lightning, which reads the class that its command line noted
+        raise ValueError(
+            f"{options.source} is a checkpoint of another model than {name}:"
+            f" {str(error).partition('. ')[0]}."
         ) from error
     _fill(module, checkpoint["state_dict"], options.source)
     return module
@@ -183,6 +189,8 @@ def _write_torch(export: Export, target: Path) -> None:
 def _write_hf(export: Export, target: Path) -> None:
     transformers = _required("transformers", "transformers", extra="bert")
     folder = export.options.config
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--config {folder} has no config.json. Name the model's directory.")
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     architecture = (config.architectures or ["none"])[0]
     if not hasattr(transformers, architecture):

@@ -21,6 +21,7 @@ from recipes.gpt import GPT
 SIZES = {"width": 16, "depth": 2, "num_heads": 2}
 TOKENS = torch.arange(24).view(3, 8)
 LAYOUTS = ("file", "shards")
+INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 
 
 class Tied(L.LightningModule):
@@ -182,6 +183,9 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     tensor, unsafe = tmp_path / "tensor.ckpt", tmp_path / "unsafe.ckpt"
     torch.save(torch.ones(1), tensor)
     torch.save({"state_dict": {}, "hyper_parameters": {"where": Path()}}, unsafe)
+    by_command = tmp_path / "by_command.ckpt"  # of Lightning's command line, which notes the class
+    hyperparameters = {"_class_path": "tests.unit.test_export.Tied", "_instantiator": INSTANTIATOR}
+    torch.save({"state_dict": {}, "hyper_parameters": hyperparameters}, by_command)
     kind = ("--format", "safetensors")
     assert "add --force" in refusal(capsys, source, target, *kind)
     forced = (target, "--force", *kind)
@@ -190,6 +194,8 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "invalid choice: 'gguf'": (source, target, "--force", "--format", "gguf"),
         "begins with --prefix 'net.'": (source, *forced, "--prefix", "net."),
         "another model than GPT": (other, "--unpickle", *checked),
+        "another model than GPT: The class": (by_command, *checked),
+        "has no config.json": (source, *forced[:-1], "hf", "--config", tmp_path),
         "has no attribute 'Other'": (source, *forced, "--module", "recipes.gpt:Other"),
         "nor a directory": (tmp_path / "none.ckpt", *forced),
         "is no checkpoint, or": (text, *forced),
