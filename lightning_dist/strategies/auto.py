@@ -15,18 +15,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import rank_zero_info
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.comms.group_pool import pool_of_world
-from lightning_dist.engine.planning.links import Link
-from lightning_dist.engine.planning.search.machine import NO_LINK, Machine
-from lightning_dist.engine.planning.search.model_costs import ModelCosts
+from lightning_dist.engine.planning.search.machine import Machine
+from lightning_dist.engine.planning.search.model_costs import ModelCosts, slowest
 from lightning_dist.engine.planning.search.plan import Ranking
 from lightning_dist.engine.planning.search.search import Request, search
-from lightning_dist.engine.profiling.links import measure_links
 from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.mesh import MeshStrategy, arguments_of
@@ -36,9 +35,13 @@ from lightning_dist.strategies.mesh_runtime.measure_costs import (
     memory_of,
     tensor_sizes_of,
 )
+from lightning_dist.strategies.mesh_runtime.measure_machine import (
+    measure_alone,
+    measure_axis,
+    measure_tensor_layers,
+)
 
 _KEY = "lightning_dist_plan"
-_LAST_BYTES = 1 << 22
 _GPU_OVERLAP = 0.9
 
 
@@ -160,7 +163,13 @@ class AutoStrategy(MeshStrategy):
         return found
 
     def _costs(self, batch: Any, machine: Machine) -> ModelCosts:
-        """Measures the module on as many ranks of each host as compute at the same time."""
+        """Measures the module on as many ranks of each host as compute at the same time.
+
+        Collective: every rank must call it.
+
+        Returns:
+            The costs of each layer on the slowest of these ranks, for which the others wait.
+        """
         measurement = Measurement(
             self.root_device,
             self.precision_plugin.train_step_context,
@@ -176,8 +185,7 @@ class AutoStrategy(MeshStrategy):
             costs = measurement.costs(self.module, batch)
         self.precision_plugin.teardown()
         self.module.to("cpu")
-        found: ModelCosts = self.broadcast(costs)
-        return found
+        return slowest([each for each in gather_objects(costs, self.world_group) if each])
 
     def _machine(self) -> Machine:
         """Returns the machine of this run. Collective: every rank must call it."""
@@ -188,20 +196,36 @@ class AutoStrategy(MeshStrategy):
                 f"AutoStrategy plans for hosts with as many ranks each, and these have"
                 f" {dict(hosts)}. Use MeshStrategy."
             )
-        shape = MeshShape(dp_replicate=len(hosts), dp_shard=per_host)
-        mesh = pool_of_world().mesh(shape, self.root_device.type, self.device_backend)
-        fits = measure_links(mesh, _LAST_BYTES) if self.world_size > 1 else {}
-        links = {name: fit.link for name, fit in fits.items()}
-        between = links.get("dp_replicate", NO_LINK)
         is_cpu = self.root_device.type == "cpu"
         memory = self._memory_gib
-        return Machine(
+        machine = Machine(
             self.world_size,
             memory_of(self.root_device, per_host) if memory is None else memory * 2**30,
             num_hosts=len(hosts),
-            within=links.get("dp_shard", NO_LINK),
-            # All ranks of a host have sent at the same time.
-            between=Link(between.latency_seconds, between.bytes_per_second * per_host),
             processors=len(os.sched_getaffinity(0)) / torch.get_num_threads() if is_cpu else None,
             overlap=0.0 if is_cpu else _GPU_OVERLAP,
         )
+        return machine if self.world_size == 1 else self._with_links(machine)
+
+    def _with_links(self, machine: Machine) -> Machine:
+        """Measures the links of a machine. Collective: every rank must call it."""
+        device, per_host, hosts = self.root_device, machine.ranks_per_host, machine.num_hosts
+
+        def mesh(**sizes: int) -> DeviceMesh:
+            shape = MeshShape(**sizes)
+            return pool_of_world().mesh(shape, device.type, self.device_backend)
+
+        alone = measure_alone(mesh(dp_replicate=self.world_size)["dp_shard"], device)
+        machine = replace(machine, alone=alone)
+        if hosts > 1:
+            across = mesh(dp_replicate=hosts, dp_shard=per_host)["dp_replicate"]
+            # All ranks of a host have sent at the same time.
+            machine = replace(machine, between=measure_axis(across, device).times(per_host))
+        if per_host > 1:
+            inside = mesh(dp_replicate=hosts, tp=per_host)["tp"]
+            machine = replace(
+                machine,
+                within=measure_axis(inside, device),
+                tensor_seconds=measure_tensor_layers(inside, device),
+            )
+        return machine

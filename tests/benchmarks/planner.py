@@ -4,15 +4,19 @@ In each cell, a model on some ranks over some link, :class:`~lightning_dist.Auto
 and ranks the layouts. Then each of its plans trains, and the table has predicted and measured times
 side by side, and how far the chosen plan is from the fastest. A rank has one thread. Throttled
 links join hosts of namespaces, a rank on each, and need root and iproute2.
+
+The speed of a shared machine drifts. So each rank trains alone for some steps beside every run, and
+a measured time is given at the speed that the machine had when the plans were made.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +33,7 @@ from lightning_dist.engine.planning.search.plan import Plan
 from recipes.gpt import build_gpt
 from recipes.resnet import build_resnet
 from tests.benchmarks.contestants import WARMUP, Stopwatch, adamw
+from tests.benchmarks.memory import peak_of
 from tests.benchmarks.quiet import QUIET_TRAINER, quieten
 from tests.helpers.hosts.cluster import Network, hosts
 from tests.helpers.hosts.workers import HostWorkers
@@ -87,8 +92,13 @@ class Classifier(L.LightningModule):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.model = MODELS[name].build()
+        self.name = name
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = MODELS[self.name].build()
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         out = self.model(batch[0])
@@ -120,35 +130,89 @@ def fit(name: str, strategy: Any, world: tuple[int, int], count: int) -> float:
     return watch.seconds
 
 
+def plain_seconds(name: str, count: int = 5) -> float:
+    """Trains without any strategy, for the speed of the machine at this moment."""
+    model = MODELS[name]
+    module = Classifier(name).train()
+    module.configure_model()
+    optimizer = module.configure_optimizers()
+    labels = torch.randint(0, model.num_classes, (model.batch_size,))
+    batch = (model.sample(model.batch_size), labels)
+    taken = []
+    for _ in range(2 + count):
+        start = time.perf_counter()
+        module.training_step(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan, the seconds of a step in each run of it, and the peak bytes of the fullest rank."""
+
+    plan: Plan
+    seconds: list[float]
+    peak_bytes: int = 0
+
+
 def run_cell(
     name: str, world: tuple[int, int], options: dict[str, Any], count: int, rounds: int
-) -> list[tuple[Plan, list[float]]]:
+) -> list[Row]:
     """Ranks the layouts on this rank, and trains with each."""
     quieten()
     torch.set_num_threads(1)
     auto = AutoStrategy(num_plans=1000, **options)
+    before = plain_seconds(name)
     fit(name, auto, world, WARMUP + 1)
     assert auto.ranking is not None
-    taken: dict[int, list[float]] = {}
+    plain = plain_seconds(name)
+    reference = (before + plain) / 2
+    rows = [Row(plan, []) for plan in auto.ranking.plans]
     for _ in range(rounds):
-        for index, plan in enumerate(auto.ranking.plans):
-            strategy = MeshStrategy.from_plan(plan)
-            taken.setdefault(index, []).append(fit(name, strategy, world, WARMUP + count))
-    return [(plan, taken[index]) for index, plan in enumerate(auto.ranking.plans)]
+        for row in rows:
+            seconds = fit(name, MeshStrategy.from_plan(row.plan), world, WARMUP + count)
+            before, plain = plain, plain_seconds(name)
+            row.seconds.append(seconds * reference * 2 / (before + plain))
+    return rows
 
 
-def table_of(title: str, rows: list[tuple[Plan, list[float]]]) -> Table:
+def peak_bytes(name: str, world: tuple[int, int], plan: Plan) -> int:
+    """Returns the peak of a run on this rank, which is fresh."""
+    quieten()
+    torch.set_num_threads(1)
+    return peak_of(lambda: fit(name, MeshStrategy.from_plan(plan), world, WARMUP + 1))
+
+
+def with_peak(row: Row, name: str, ranks: int) -> Row:
+    pool = WorkerPool()
+    try:
+        peaks = pool.run(ranks, peak_bytes, name, (ranks, 1), row.plan, timeout=120.0)
+    finally:
+        pool.close()
+    return replace(row, peak_bytes=max(peaks))
+
+
+def table_of(title: str, rows: list[Row]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("plan")
     for heading in ("batch", "predicted ms", "measured ms", "ratio", "samples/s"):
         table.add_column(heading, justify="right")
-    for plan, seconds in rows:
-        step, measured = plan.estimate.step_seconds, statistics.median(seconds)
-        batch = plan.layout.global_batch
-        cells = (f"{step * 1e3:.1f}", f"{measured * 1e3:.1f}", f"{measured / step:.2f}")
-        table.add_row(str(plan.layout), str(batch), *cells, f"{batch / measured:.0f}")
-    rates = [statistics.median(taken) / plan.layout.global_batch for plan, taken in rows]
-    ratios = [r / plan.seconds_per_sample for (plan, _), r in zip(rows, rates, strict=True)]
+    for heading in ("predicted MiB", "measured MiB", "ratio"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        plan, step = row.plan, row.plan.estimate.step_seconds
+        measured, batch = statistics.median(row.seconds), plan.layout.global_batch
+        cells = [f"{step * 1e3:.1f}", f"{measured * 1e3:.1f}", f"{measured / step:.2f}"]
+        cells.append(f"{batch / measured:.0f}")
+        if row.peak_bytes:
+            held = plan.estimate.memory.peak
+            cells += [f"{held / 2**20:.1f}", f"{row.peak_bytes / 2**20:.1f}"]
+            cells.append(f"{row.peak_bytes / held:.2f}")
+        table.add_row(str(plan.layout), str(batch), *cells)
+    rates = [statistics.median(row.seconds) / row.plan.layout.global_batch for row in rows]
+    ratios = [r / row.plan.seconds_per_sample for row, r in zip(rows, rates, strict=True)]
     near = sum(abs(ratio - 1.0) <= 0.15 for ratio in ratios)
     table.caption = (
         f"the chosen plan takes {rates[0] / min(rates):.2f} times the fastest one's time;"
@@ -166,6 +230,7 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="try recomputation, too")
     parser.add_argument("--batches", type=int, default=8, help="timed batches of a run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each plan")
+    parser.add_argument("--memory", action="store_true", help="measure peaks, over the loopback")
     asked = parser.parse_args()
     options = {"schedules": asked.schedules, "recompute": asked.recompute}
     for rate in asked.rates:
@@ -185,7 +250,10 @@ def main() -> None:
                         stack.callback(far.close)
                         case = (run_cell, name, (1, ranks), *arguments)
                         found = far.run_on([*range(ranks)], *case, timeout=SECONDS_PER_CELL)
-                Console(width=120).print(table_of(f"{name}, {ranks} ranks, {rate}", found[0]))
+                rows = found[0]
+                if asked.memory and rate == "loopback":
+                    rows = [with_peak(row, name, ranks) for row in rows]
+                Console(width=140).print(table_of(f"{name}, {ranks} ranks, {rate}", rows))
 
 
 if __name__ == "__main__":

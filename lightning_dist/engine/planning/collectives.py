@@ -121,6 +121,11 @@ ALGORITHMS: Mapping[MessageKind, tuple[Algorithm, ...]] = MappingProxyType(
 """The algorithms of each kind of message."""
 
 
+def ring(kind: MessageKind) -> Algorithm:
+    """Returns the ring of an all-gather, a reduce-scatter or an all-reduce."""
+    return next(algorithm for algorithm in ALGORITHMS[kind] if algorithm.name == "ring")
+
+
 def least_seconds_of_all_reduce(num_ranks: int, num_bytes: float, link: Link) -> float:
     """Returns the seconds below which no all-reduce is: 2 V (p - 1) / (p * bandwidth)."""
     return 2 * _rest(num_ranks) * num_bytes / link.bytes_per_second

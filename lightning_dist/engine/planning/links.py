@@ -6,8 +6,10 @@ latency as alpha and the bandwidth, or its inverse, as beta.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_dist.engine.planning.traffic import MessageKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,35 @@ class Link:
     def seconds(self, num_bytes: float) -> float:
         """Returns the seconds of a message."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
+
+    def times(self, factor: float) -> Link:
+        """Returns a link with so many times the bandwidth."""
+        return Link(self.latency_seconds, self.bytes_per_second * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """A link as each kind of message finds it.
+
+    A backend's collective takes longer than messages between two ranks, by copies and by threads.
+
+    Attributes:
+        send: The link of a message from one rank to another.
+        collectives: By kind, the link over which a ring takes the time of the backend's collective;
+            kinds without one take ``send``.
+    """
+
+    send: Link
+    collectives: Mapping[MessageKind, Link] = field(default_factory=dict)
+
+    def of(self, kind: MessageKind) -> Link:
+        """Returns the link of a kind of message."""
+        return self.collectives.get(kind, self.send)
+
+    def times(self, factor: float) -> Links:
+        """Returns links with so many times the bandwidth."""
+        collectives = {kind: link.times(factor) for kind, link in self.collectives.items()}
+        return Links(self.send.times(factor), collectives)
 
 
 @dataclass(frozen=True, slots=True)

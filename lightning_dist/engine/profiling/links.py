@@ -8,6 +8,8 @@ with what is left for each.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -15,9 +17,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.engine.common.device_group import finish
-from lightning_dist.engine.planning.links import LinkFit, fit_link
+from lightning_dist.engine.planning.collectives import Algorithm, ring
+from lightning_dist.engine.planning.links import Link, LinkFit, fit_link
+from lightning_dist.engine.planning.traffic import MessageKind
 
 _FIRST_BYTES, _LAST_BYTES, _FACTOR = 1 << 10, 1 << 26, 4
+FEW_SIZES = (1 << 12, 1 << 18, 1 << 22)
+"""Bytes of tensors, from what only has a latency to what only has a bandwidth."""
+SHORT = 0.03
+"""Seconds of a round, where many things are measured."""
 _NUM_ROUNDS = 3
 _SECONDS_PER_ROUND = 0.1
 _MOST_MESSAGES = 50
@@ -54,6 +62,33 @@ def measure_links(mesh: DeviceMesh, last_bytes: int = _LAST_BYTES) -> dict[str, 
     }
 
 
+def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
+    """Fits the link over which a ring would take as long as the backend's all-reduce.
+
+    Collective: every rank of the world must call it, each with its group of the same axis.
+
+    Args:
+        group: A group of several ranks.
+        device: Device of the tensors that are sent.
+
+    Returns:
+        The link, on all ranks the same.
+    """
+    size, algorithm = dist.get_world_size(group), ring(MessageKind.ALL_REDUCE)
+    seconds = []
+    for num_bytes in FEW_SIZES:
+        value = torch.zeros(num_bytes // 4, device=device)
+        seconds.append(seconds_of(partial(dist.all_reduce, value, group=group), device, SHORT))
+    return fit_ring(algorithm, size, seconds)
+
+
+def fit_ring(algorithm: Algorithm, num_ranks: int, seconds: Sequence[float]) -> Link:
+    """Fits the link over which a ring takes some seconds, for each of :data:`FEW_SIZES`."""
+    rounds, share = algorithm.rounds(num_ranks), algorithm.share(num_ranks)
+    sizes = [int(share * num_bytes / rounds) for num_bytes in FEW_SIZES]
+    return fit_link(sizes, [each / rounds for each in seconds]).link
+
+
 def _seconds(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> float:
     """Returns the seconds of one of several messages in a row, on the rank that took longest."""
     ranks = dist.get_process_group_ranks(group)
@@ -65,17 +100,37 @@ def _seconds(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> 
         dist.P2POp(dist.irecv, received, ranks[place - 1], group),
     ]
 
-    def messages(count: int) -> float:
+    def send() -> None:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return seconds_of(send, device)
+
+
+def seconds_of(
+    run: Callable[[], object], device: torch.device, per_round: float = _SECONDS_PER_ROUND
+) -> float:
+    """Measures a function. Collective: every rank of the world must call it.
+
+    Args:
+        run: The function.
+        device: Device of its tensors.
+        per_round: Seconds that each of three rounds may take.
+
+    Returns:
+        Seconds of one of several runs in a row, on the rank that took longest.
+    """
+
+    def runs(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+            run()
         finish(device)
         return (time.perf_counter() - start) / count
 
-    first = _longest(messages(1), device)  # it may also form connections
-    count = min(max(int(_SECONDS_PER_ROUND / first), 1), _MOST_MESSAGES)
-    return _longest(median(messages(count) for _ in range(_NUM_ROUNDS)), device)
+    first = _longest(runs(1), device)  # it may also form connections
+    count = min(max(int(per_round / first), 1), _MOST_MESSAGES)
+    return _longest(median(runs(count) for _ in range(_NUM_ROUNDS)), device)
 
 
 def _longest(seconds: float, device: torch.device) -> float:

@@ -49,6 +49,7 @@ from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
 
 _ROUNDS, _REPEATS = 3, 2
+_FIRST_UPDATES, _UPDATES = 2, 5
 _LAUNCH_SECONDS = 4e-6  # of an operation on a GPU
 _FEWER = 4  # a measured micro-batch has so many times fewer samples than the next
 
@@ -99,7 +100,10 @@ class Measurement:
                 for _ in range(1 if self.flops_per_second else _ROUNDS)
             ]
             # Another program may have had the processor in one of the rounds.
-            measured = [min(same, key=_total_seconds) for same in zip(*rounds, strict=True)]
+            measured = [
+                sorted(same, key=_total_seconds)[len(same) // 2]
+                for same in zip(*rounds, strict=True)
+            ]
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         costs = ModelCosts(
             tuple(measured),
@@ -181,12 +185,12 @@ class Measurement:
         momentum = 0.9 if self.states_per_parameter else 0.0
         optimizer = AdamW(copies) if self.states_per_parameter > 1 else SGD(copies, 0.1, momentum)
         taken = []
-        for _ in range(1 + _REPEATS):
+        for _ in range(_FIRST_UPDATES + _UPDATES):  # the first ones make states, and touch memory
             start = time.perf_counter()
             optimizer.step()
             finish(self.device)
             taken.append(time.perf_counter() - start)
-        return median(taken[1:])
+        return median(taken[_FIRST_UPDATES:])
 
 
 def _total_seconds(batch: MeasuredBatch) -> float:
@@ -266,15 +270,16 @@ def _tensor_costs(
     """
     layers = batch.step.layers
     sharded = [0.0] * len(layers)
-    sizes = []
+    sizes, num_layers = [], 0
     for name, style in styles.items():
         part = module.get_submodule(name)
         index = next((p.layer_index for p in parts if part in p.module.modules()), None)
         if index is None or not (style.cuts_a_matrix or style is Style.VOCAB):
             continue
+        num_layers += 1
         sharded[index] += sum(p.nbytes for p in part.parameters())
         if style is not Style.COLWISE:
             sizes.append(layers[index].boundary_bytes / batch.num_samples)
     pairs = zip(sharded, layers, strict=True)
     shares = tuple(own / max(1, layer.parameter_bytes) for own, layer in pairs)
-    return TensorCosts(shares, 2 * len(sizes), 2.0 * sum(sizes))
+    return TensorCosts(shares, num_layers, 2 * len(sizes), 2.0 * sum(sizes))

@@ -28,6 +28,7 @@ from lightning_dist.engine.planning.search.layout import Estimate, Layout, Wait
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.messages import INSIDE, along_data, inside_layers
 from lightning_dist.engine.planning.search.model_costs import MeasuredBatch, ModelCosts
+from lightning_dist.engine.planning.traffic import MessageKind
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.registry import build_schedule, find_schedules
 from lightning_dist.engine.schedules.schedule import Schedule
@@ -279,7 +280,7 @@ class Estimator:
         """Adds the messages inside of layers, and those between stages."""
         inside = sum(wait.seconds for wait in self._inside_layers(layout).values())
         extra = inside / layout.num_stages / 2
-        link = self.machine.link(layout.mesh, "pp")
+        link = self.machine.link(layout.mesh, "pp", MessageKind.SEND)
         return replace(
             cost,
             forward_seconds=tuple(seconds + extra for seconds in cost.forward_seconds),

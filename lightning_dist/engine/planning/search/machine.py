@@ -8,9 +8,10 @@ from types import MappingProxyType
 
 from lightning_dist.engine.common.mesh_shape import AXES, MeshShape
 from lightning_dist.engine.common.names import check_count
-from lightning_dist.engine.planning.links import Link
+from lightning_dist.engine.planning.links import Link, Links
+from lightning_dist.engine.planning.traffic import MessageKind
 
-NO_LINK = Link(0.0, float("inf"))
+NO_LINK = Links(Link(0.0, float("inf")))
 """The link of a rank to itself."""
 
 
@@ -53,8 +54,12 @@ class Machine:
         world_size: Number of all ranks.
         memory_bytes: Bytes that a rank may use.
         num_hosts: Number of hosts, each with as many ranks.
-        within: Link between ranks of a host, while all of them send.
-        between: Link of a host to the others; its ranks share it.
+        within: Links between ranks of a host, while all of them send.
+        between: Links of a host to the others; its ranks share them.
+        alone: What gathering and reducing a unit's parameters takes on a rank that shares them with
+            no other, by copies and hooks.
+        tensor_seconds: What a tensor-parallel layer takes of its host in a forward and backward,
+            beside computing and sending.
         processors: Ranks of a host that compute at the same time; None for all. On a CPU: the cores
             over the threads of a rank.
         overlap: Share of a collective's time in which its rank computes on. It is near 1 on GPUs.
@@ -67,8 +72,10 @@ class Machine:
     world_size: int
     memory_bytes: float
     num_hosts: int = 1
-    within: Link = NO_LINK
-    between: Link = NO_LINK
+    within: Links = NO_LINK
+    between: Links = NO_LINK
+    alone: Links = NO_LINK
+    tensor_seconds: float = 0.0
     processors: float | None = None
     overlap: float = 0.0
 
@@ -98,18 +105,17 @@ class Machine:
         """Ranks that share a processor, at least 1."""
         return 1.0 if self.processors is None else max(1.0, self.ranks_per_host / self.processors)
 
-    def link(self, mesh: MeshShape, axis: str) -> Link:
+    def link(self, mesh: MeshShape, axis: str, kind: MessageKind) -> Link:
         """Returns the link of the slowest ring along an axis, while all groups of the axis send.
 
         Ranks that follow each other along an axis are ``stride`` apart. If a ring leaves a host,
         as many rings do as there are ranks in a stride, and they share the host's link.
         """
         if mesh.sizes[axis] == 1:
-            return NO_LINK
+            return NO_LINK.send
         stride = 1
         for inner in AXES[AXES.index(axis) + 1 :]:
             stride *= mesh.sizes[inner]
         if stride * mesh.sizes[axis] <= self.ranks_per_host:
-            return self.within
-        sharers = min(stride, self.ranks_per_host)
-        return Link(self.between.latency_seconds, self.between.bytes_per_second / sharers)
+            return self.within.of(kind)
+        return self.between.of(kind).times(1 / min(stride, self.ranks_per_host))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_dist.engine.planning.collectives import ALGORITHMS, Algorithm
-from lightning_dist.engine.planning.links import Link
+from dataclasses import replace
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.planning.collectives import ring
 from lightning_dist.engine.planning.search.layout import Layout, Wait
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import TensorCosts
@@ -11,14 +13,6 @@ from lightning_dist.engine.planning.traffic import MessageKind
 
 INSIDE = "layers' results"
 """What tensor-parallel ranks wait for."""
-
-
-def _ring(kind: MessageKind) -> Algorithm:
-    return next(algorithm for algorithm in ALGORITHMS[kind] if algorithm.name == "ring")
-
-
-_GATHER, _REDUCE = _ring(MessageKind.ALL_GATHER), _ring(MessageKind.ALL_REDUCE)
-_SCATTER = _ring(MessageKind.REDUCE_SCATTER)
 
 
 def along_data(
@@ -34,36 +28,44 @@ def along_data(
         num_gathers: Times that shards are gathered.
     """
     mesh = layout.mesh
-    sent = gradients = 0.0
-    waits = {}
+    if mesh.data_size == 1:
+        return {}
+    both = (MessageKind.ALL_GATHER, MessageKind.REDUCE_SCATTER)
     if mesh.dp_shard > 1:
-        size, link = mesh.dp_shard, machine.link(mesh, "dp_shard")
-        sent = _SCATTER.share(size) * num_bytes
-        gradients = _seconds(_SCATTER, size, num_bytes, num_units, link)
-        gathered = num_gathers * _GATHER.share(size) * num_bytes
-        seconds = num_gathers * _seconds(_GATHER, size, num_bytes, num_units, link)
-        waits["parameters"] = Wait(gathered, seconds)
-    if mesh.dp_replicate > 1:
-        link, share = machine.link(mesh, "dp_replicate"), num_bytes / mesh.dp_shard
-        sent += _REDUCE.share(mesh.dp_replicate) * share
-        gradients += _seconds(_REDUCE, mesh.dp_replicate, share, num_units, link)
-    if mesh.data_size > 1:
-        waits["gradients"] = Wait(sent, gradients)
-    return waits
+        found = [_rings(machine, mesh, "dp_shard", k, num_bytes, num_units) for k in both]
+    else:
+        each = [machine.alone.of(kind).seconds(num_bytes / num_units) for kind in both]
+        found = [Wait(0.0, num_units * seconds) for seconds in each]
+    gathers, scatters = found
+    share = num_bytes / mesh.dp_shard
+    sums = _rings(machine, mesh, "dp_replicate", MessageKind.ALL_REDUCE, share, num_units)
+    return {
+        "parameters": Wait(num_gathers * gathers.num_bytes, num_gathers * gathers.seconds),
+        "gradients": Wait(scatters.num_bytes + sums.num_bytes, scatters.seconds + sums.seconds),
+    }
 
 
 def inside_layers(machine: Machine, layout: Layout, found: TensorCosts) -> dict[str, Wait]:
     """Returns the wait of all layers of one micro-batch for tensor-parallel ranks."""
-    tp, link = layout.mesh.tp, machine.link(layout.mesh, "tp")
     num_bytes = found.message_bytes * layout.microbatch_size
-    seconds = _seconds(_REDUCE, tp, num_bytes, found.num_messages, link)
-    return {INSIDE: Wait(_REDUCE.share(tp) * num_bytes, seconds)}
+    units = (num_bytes, found.num_messages)
+    sent = _rings(machine, layout.mesh, "tp", MessageKind.ALL_REDUCE, *units)
+    host = found.num_layers * machine.tensor_seconds
+    return {INSIDE: replace(sent, seconds=sent.seconds + host)}
 
 
-def _seconds(
-    algorithm: Algorithm, num_ranks: int, num_bytes: float, num_messages: int, link: Link
-) -> float:
-    """Returns the seconds of some collectives of so many bytes together, one after the other."""
-    if not num_messages:
-        return 0.0
-    return num_messages * algorithm.seconds(num_ranks, num_bytes / num_messages, link)
+def _rings(
+    machine: Machine,
+    mesh: MeshShape,
+    axis: str,
+    kind: MessageKind,
+    num_bytes: float,
+    num_messages: int,
+) -> Wait:
+    """Returns the cost of some collectives of so many bytes together, one after the other."""
+    size = mesh.sizes[axis]
+    if size == 1 or not num_messages:
+        return Wait(0.0, 0.0)
+    link = machine.link(mesh, axis, kind)
+    seconds = num_messages * ring(kind).seconds(size, num_bytes / num_messages, link)
+    return Wait(ring(kind).share(size) * num_bytes, seconds)

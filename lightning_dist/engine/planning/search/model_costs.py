@@ -6,11 +6,13 @@ small micro-batch costs more per sample. Beyond the largest size they grow in pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
+
+_Costs = TypeVar("_Costs", LayerCosts, StepCosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,13 @@ class TensorCosts:
 
     Attributes:
         shares: Share of each layer's parameters that are sharded.
+        num_layers: Layers that are sharded.
         num_messages: Collectives in a forward and backward.
         message_bytes: Bytes of these for each sample, each at its larger end.
     """
 
     shares: tuple[float, ...]
+    num_layers: int
     num_messages: int
     message_bytes: float
 
@@ -115,6 +119,31 @@ class ModelCosts:
         below = self.batches[self.batches.index(above) - 1]
         share = (num_samples - below.num_samples) / (above.num_samples - below.num_samples)
         return _blend(below, above, share)
+
+
+def slowest(costs: Sequence[ModelCosts]) -> ModelCosts:
+    """Returns the costs of one model on ranks that wait for each other in each layer.
+
+    Times vary from rank to rank and from moment to moment, and the slowest one counts.
+
+    Args:
+        costs: The costs on each rank, at the same sizes; one or more.
+    """
+    first = costs[0]
+    same_batches = zip(*(each.batches for each in costs), strict=True)
+    return replace(first, batches=tuple(map(_slowest_batch, same_batches)))
+
+
+def _slowest_batch(batches: Sequence[MeasuredBatch]) -> MeasuredBatch:
+    steps = [batch.step for batch in batches]
+    both, own = ("forward_seconds", "backward_seconds"), (*_STEP_FIELDS, "update_seconds")
+    same_layers = zip(*(step.layers for step in steps), strict=True)
+    layers = tuple(_with_largest(same, both) for same in same_layers)
+    return replace(batches[0], step=replace(_with_largest(steps, own), layers=layers))
+
+
+def _with_largest(same: Sequence[_Costs], names: Sequence[str]) -> _Costs:
+    return replace(same[0], **{name: max(getattr(each, name) for each in same) for name in names})
 
 
 _FIXED = ("parameter_bytes", "resident_bytes", "version_bytes")  # of any micro-batch

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.planning.links import Link
+from lightning_dist.engine.planning.links import Link, Links
 from lightning_dist.engine.planning.search.estimate import Estimator
 from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.machine import Machine
+from lightning_dist.engine.planning.traffic import MessageKind
 from tests.unit.engine.planning.search.models import model
 
 SLOW = Link(0.5, 10.0)
 
 
-def estimator(world_size: int, **machine: float) -> Estimator:
-    return Estimator(model(tensor=True), Machine(world_size, 1e9, within=SLOW, **machine))  # type: ignore[arg-type]
+def estimator(world_size: int, **machine: Any) -> Estimator:
+    return Estimator(model(tensor=True), Machine(world_size, 1e9, within=Links(SLOW), **machine))
 
 
 def test_one_rank() -> None:
@@ -39,6 +42,20 @@ def test_shards_gather_twice_and_update_their_part() -> None:
     assert found.waits["parameters"].seconds == pytest.approx(2 * ring)
     assert found.compute_seconds == 4 * 3.0 + 2.0
     assert (found.memory.parameters, found.memory.unsharded) == (200, 200)
+
+
+def test_units_cost_replicas_what_they_cost_a_rank_alone() -> None:
+    gather, scatter = Link(0.25, 400.0), Link(0.125, 200.0)
+    alone = Links(SLOW, {MessageKind.ALL_GATHER: gather, MessageKind.REDUCE_SCATTER: scatter})
+    layout = Layout(MeshShape(dp_replicate=2), 1, partition=(4,))
+    plain, found = (estimator(2, **more).estimate(layout) for more in ({}, {"alone": alone}))
+    # Gathered for the forward and for the backward; 400 bytes in five units.
+    assert found.waits["parameters"].seconds == pytest.approx(2 * (5 * 0.25 + 1.0))
+    more = found.waits["gradients"].seconds - plain.waits["gradients"].seconds
+    assert more == pytest.approx(5 * 0.125 + 2.0)
+    assert found.waits["parameters"].num_bytes == plain.waits["parameters"].seconds == 0
+    shards = Layout(MeshShape(dp_shard=2), 1, partition=(4,))
+    assert estimator(2, alone=alone).estimate(shards) == estimator(2).estimate(shards)
 
 
 def test_compute_hides_all_but_one_unit() -> None:
@@ -69,6 +86,9 @@ def test_tensor_parallel_ranks_wait_inside_of_layers() -> None:
     found = estimator(2).estimate(Layout(MeshShape(tp=2), 1, partition=(4,)))
     assert found.waits["layers' results"].seconds == pytest.approx(8 * 2 * 0.5 + 40.0 / 10.0)
     assert found.compute_seconds == 0.75 * 4 * 3.0 + 3.0
+    layout = Layout(MeshShape(tp=2), 1, partition=(4,))
+    slower = estimator(2, tensor_seconds=0.5).estimate(layout)
+    assert slower.exposed_seconds == pytest.approx(found.exposed_seconds + 8 * 0.5)
 
 
 def test_shared_processors_fill_bubbles() -> None:

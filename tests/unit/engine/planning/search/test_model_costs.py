@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.engine.planning.search.model_costs import ModelCosts
+from lightning_dist.engine.planning.search.model_costs import ModelCosts, slowest
 from tests.unit.engine.planning.search.models import measured, model
 
 
@@ -36,3 +36,14 @@ def test_sizes_that_do_not_rise() -> None:
         ModelCosts((measured(4), measured(1)))
     with pytest.raises(ValueError, match=r"same layers, not \[3, 4\]"):
         ModelCosts((measured(1, 3), measured(4, 4)))
+
+
+def test_each_layer_counts_on_the_rank_where_it_is_slowest() -> None:
+    ranks = [model(seed=1), model(seed=2)]
+    found = slowest(ranks)
+    for batch, *same in zip(found.batches, *(costs.batches for costs in ranks), strict=True):
+        for index, layer in enumerate(batch.step.layers):
+            both = [each.step.layers[index] for each in same]
+            assert layer.forward_seconds == max(each.forward_seconds for each in both)
+            assert layer.backward_seconds == max(each.backward_seconds for each in both)
+            assert layer.parameter_bytes == both[0].parameter_bytes

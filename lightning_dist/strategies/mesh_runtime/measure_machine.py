@@ -1,0 +1,144 @@
+"""Measure what a mesh's ranks take to exchange tensors, as training does it.
+
+Units of parameters are gathered and their gradients reduced by FSDP2 itself, and small layers run
+tensor parallel. So copies and hooks count with what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from typing_extensions import override
+
+from lightning_dist.engine.planning.collectives import ring
+from lightning_dist.engine.planning.links import Link, Links, fit_link
+from lightning_dist.engine.planning.traffic import MessageKind
+from lightning_dist.engine.profiling.links import (
+    FEW_SIZES,
+    SHORT,
+    fit_ring,
+    measure_all_reduce,
+    measure_links,
+    seconds_of,
+)
+
+_LAST_BYTES = 1 << 22
+_NUM_UNITS = 4
+_TINY = 1e-7  # seconds; a difference of two measured times may be below zero
+_WIDTH = 64
+
+
+def measure_axis(mesh: DeviceMesh, device: torch.device) -> Links:
+    """Measures an axis of a mesh. Collective: every rank of the world must call it.
+
+    Args:
+        mesh: This rank's part of the mesh along the axis, of several ranks.
+        device: Device of the tensors that are sent.
+
+    Returns:
+        The links of a message, of gathering a unit's shards, of reducing its gradients, and of an
+        all-reduce.
+    """
+    (fit,) = measure_links(mesh, _LAST_BYTES).values()
+    times = _unit_seconds(mesh, device)
+    found = {kind: fit_ring(ring(kind), mesh.size(), times[kind]) for kind in times}
+    found[MessageKind.ALL_REDUCE] = measure_all_reduce(mesh.get_group(), device)
+    return Links(fit.link, found)
+
+
+def measure_alone(mesh: DeviceMesh, device: torch.device) -> Links:
+    """Measures units that a rank shares with no other, as of replicas.
+
+    Collective: every rank of the world must call it.
+
+    Args:
+        mesh: A mesh of this rank.
+        device: Device of the parameters.
+    """
+    times = _unit_seconds(mesh, device)
+    return Links(
+        Link(0.0, float("inf")),
+        {kind: fit_link(FEW_SIZES, seconds).link for kind, seconds in times.items()},
+    )
+
+
+def measure_tensor_layers(mesh: DeviceMesh, device: torch.device) -> float:
+    """Returns a tensor-parallel layer's seconds in a forward and backward, beside the computation.
+
+    Collective: every rank of the world must call it.
+
+    Args:
+        mesh: The tensor-parallel ranks of this rank.
+        device: Device of the layers.
+    """
+    sample = torch.zeros(_WIDTH, _WIDTH, device=device)
+
+    def build() -> nn.Sequential:
+        linears = [nn.Linear(_WIDTH, _WIDTH, device=device) for _ in range(_NUM_UNITS)]
+        return nn.Sequential(*linears)
+
+    sharded, whole = build(), build()
+    styles = [ColwiseParallel(), RowwiseParallel()] * (_NUM_UNITS // 2)
+    parallelize_module(sharded, mesh, {str(i): style for i, style in enumerate(styles)})
+    seconds = [seconds_of(_step(each, sample), device, SHORT) for each in (sharded, whole)]
+    # A layer of a pair sends forward, the other one backward.
+    small = measure_all_reduce(mesh.get_group(), device)
+    sent = ring(MessageKind.ALL_REDUCE).seconds(mesh.size(), sample.nbytes, small)
+    return max(0.0, (seconds[0] - seconds[1]) / _NUM_UNITS - sent)
+
+
+class _Unit(nn.Module):
+    """Has parameters, and computes next to nothing with them."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel, device=device))
+
+    @override
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.weight[0]
+
+
+def _unit_seconds(mesh: DeviceMesh, device: torch.device) -> dict[MessageKind, list[float]]:
+    """Returns the seconds of gathering a unit, and of reducing it, for each of some sizes."""
+    gathers, reductions = [], []
+    sample = torch.zeros(1, device=device)
+    for num_bytes in FEW_SIZES:
+        whole, sharded = (
+            nn.Sequential(*[_Unit(num_bytes // 4, device) for _ in range(_NUM_UNITS)])
+            for _ in range(2)
+        )
+        units = [fully_shard(unit, mesh=mesh, reshard_after_forward=False) for unit in sharded]
+        fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
+        own, both = (seconds_of(_step(each, sample), device, SHORT) for each in (whole, sharded))
+        gather = seconds_of(_gather(units), device, SHORT)
+        gathers.append(max(_TINY, gather / _NUM_UNITS))
+        reductions.append(max(_TINY, (both - own - gather) / _NUM_UNITS))
+    return {MessageKind.ALL_GATHER: gathers, MessageKind.REDUCE_SCATTER: reductions}
+
+
+def _step(module: nn.Module, sample: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        module(sample).sum().backward()
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    return step
+
+
+def _gather(units: Iterable[FSDPModule]) -> Callable[[], None]:
+    def gather() -> None:
+        for unit in units:
+            unit.unshard()
+            unit.reshard()
+
+    return gather
