@@ -139,7 +139,7 @@ if __name__ == "__main__":
 # back as soon as it is free, so that a peak is what was really needed.
 
 # %% language="bash"
-# MALLOC_MMAP_THRESHOLD_=65536 python train_sharded.py 2> messages.txt
+# MALLOC_MMAP_THRESHOLD_=131072 python train_sharded.py 2> messages.txt
 # grep -h '^FSDP' messages.txt
 
 # %%
@@ -425,7 +425,7 @@ axes.legend(frameon=False, loc="lower right")
 plt.show()
 
 # %% [markdown]
-# For shards the count is too low, here by 3 to 18 %: it leaves out the buffers of collectives,
+# For shards the count may be too low, here by up to 14 %: it leaves out the buffers of collectives,
 # from which gathered parameters are copied. `make bench-memory` measures a model of four times the
 # size, where it is off by 1 to 5 %: [choosing](../docs/choosing.md#what-a-rank-holds) has the
 # figures.
