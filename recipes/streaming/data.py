@@ -85,33 +85,27 @@ class StreamLoader:
     ) -> None:
         self._loader = loader
         self._num_batches = num_batches
-        self._trainers_epoch = epoch
+        self._epoch = epoch
         self._shuffle = shuffle
-        self._epoch = 0
-        self._resumed: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         """Returns the number of batches of an epoch."""
         return self._num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        """Begins an epoch, or goes on in the one that the state is of."""
-        self._epoch = self._trainers_epoch()
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None and resumed["epoch"] == self._epoch:
-            self._loader.load_state_dict(resumed["place"])
+        """Begins an epoch, or goes on in the one that a loaded state is of."""
         if self._shuffle is not None:
-            self._shuffle.epoch = self._epoch
-            self._loader.dataset.set_epoch(self._epoch)
+            self._shuffle.epoch = epoch = self._epoch()
+            self._loader.dataset.set_epoch(epoch)
         return iter(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the stream."""
-        return {"epoch": self._epoch, "place": self._loader.state_dict()}
+        return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lets the next iteration go on where the state says, if it is of the same epoch."""
-        self._resumed = state
+        self._loader.load_state_dict(state)
 
 
 def inputs_and_targets(samples: Sequence[dict[str, Any]]) -> Batch:
