@@ -38,6 +38,7 @@ from lightning_dist.strategies.mesh_runtime.measure_costs import (
 from lightning_dist.strategies.mesh_runtime.measure_machine import (
     measure_alone,
     measure_axis,
+    measure_stages,
     measure_tensor_layers,
 )
 
@@ -217,6 +218,11 @@ class AutoStrategy(MeshStrategy):
 
         alone = measure_alone(mesh(dp_replicate=self.world_size)["dp_shard"], device)
         machine = replace(machine, alone=alone)
+        if device.type == "cpu":  # GPUs compute while their host prepares
+            size = next(n for n in range(2, self.world_size + 1) if self.world_size % n == 0)
+            shape = MeshShape(pp=size, dp_replicate=self.world_size // size)
+            taken = measure_stages(shape, self.global_rank, self.timeout_seconds)
+            machine = replace(machine, stage_seconds=taken)
         if hosts > 1:
             across = mesh(dp_replicate=hosts, dp_shard=per_host)["dp_replicate"]
             # All ranks of a host have sent at the same time.

@@ -1,7 +1,7 @@
 """Measure what a mesh's ranks take to exchange tensors, as training does it.
 
-Units of parameters are gathered and their gradients reduced by FSDP2 itself, and small layers run
-tensor parallel. So copies and hooks count with what is sent.
+Units of parameters are gathered and their gradients reduced by FSDP2 itself; small layers run
+tensor parallel, and as stages. So copies, hooks and threads count with what is sent.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from torch.distributed.tensor.parallel import (
 )
 from typing_extensions import override
 
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.pipeline.connect import connect
+from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.collectives import ring
 from lightning_dist.engine.planning.links import Link, Links, fit_link
 from lightning_dist.engine.planning.traffic import MessageKind
@@ -30,6 +33,7 @@ from lightning_dist.engine.profiling.links import (
     measure_links,
     seconds_of,
 )
+from lightning_dist.engine.schedules.registry import PipelineShape
 
 _LAST_BYTES = 1 << 22
 _NUM_UNITS = 4
@@ -94,6 +98,39 @@ def measure_tensor_layers(mesh: DeviceMesh, device: torch.device) -> float:
     small = measure_all_reduce(mesh.get_group(), device)
     sent = ring(MessageKind.ALL_REDUCE).seconds(mesh.size(), sample.nbytes, small)
     return max(0.0, (seconds[0] - seconds[1]) / _NUM_UNITS - sent)
+
+
+def measure_stages(shape: MeshShape, rank: int, timeout_seconds: float) -> float:
+    """Returns what a micro-batch takes of a stage's host, beside computing and sending.
+
+    It runs on CPUs. Collective: every rank of the world must call it.
+
+    Args:
+        shape: Mesh of all ranks, as stages and replicas.
+        rank: This rank.
+        timeout_seconds: Seconds that a rank waits for another.
+    """
+    device, group = torch.device("cpu"), shape.peers(rank, "pp")
+    channels = connect(shape.groups("pp"), device, timeout_seconds)
+    few, many = 2 * shape.pp, 6 * shape.pp
+    seconds = []
+    for count in (few, many):
+        place = PipelineShape("1f1b", count, (1,) * shape.pp, group.index(rank))
+        module = nn.Sequential(*[nn.Linear(1, 1) for _ in group])
+        pipeline = Pipeline(module, place, channels.links)
+        seconds.append(seconds_of(_batch(pipeline, module, torch.zeros(count, 1)), device))
+    channels.close()
+    return max(0.0, (seconds[1] - seconds[0]) / (many - few))
+
+
+def _batch(pipeline: Pipeline, module: nn.Module, sample: Tensor) -> Callable[[], None]:
+    def batch() -> None:
+        pipeline.train_batch(sample, lambda part: module(part.content).sum())
+        pipeline.install_gradients()
+        with pipeline.updating():
+            pass
+
+    return batch
 
 
 class _Unit(nn.Module):

@@ -277,9 +277,9 @@ class Estimator:
         return self.batch(layout).step.of_stages(layout.partition)
 
     def _with_messages(self, layout: Layout, cost: StageCosts) -> StageCosts:
-        """Adds the messages inside of layers, and those between stages."""
+        """Adds the messages inside of layers, those between stages, and the host's time."""
         inside = sum(wait.seconds for wait in self._inside_layers(layout).values())
-        extra = inside / layout.num_stages / 2
+        extra = (inside / layout.num_stages + self.machine.stage_seconds) / 2
         link = self.machine.link(layout.mesh, "pp", MessageKind.SEND)
         return replace(
             cost,

@@ -60,6 +60,8 @@ class Machine:
             no other, by copies and hooks.
         tensor_seconds: What a tensor-parallel layer takes of its host in a forward and backward,
             beside computing and sending.
+        stage_seconds: What a micro-batch takes of a stage's host in a forward and backward, beside
+            computing and sending.
         processors: Ranks of a host that compute at the same time; None for all. On a CPU: the cores
             over the threads of a rank.
         overlap: Share of a collective's time in which its rank computes on. It is near 1 on GPUs.
@@ -76,6 +78,7 @@ class Machine:
     between: Links = NO_LINK
     alone: Links = NO_LINK
     tensor_seconds: float = 0.0
+    stage_seconds: float = 0.0
     processors: float | None = None
     overlap: float = 0.0
 

@@ -75,6 +75,15 @@ def test_stages_fill_and_drain(count: int) -> None:
     assert alone.memory.activations == 2 * 20  # two in flight on the first stage, of two layers
 
 
+def test_each_micro_batch_takes_a_stage_of_its_host() -> None:
+    layout = Layout(MeshShape(pp=2), 4, num_microbatches=4, partition=(2, 2))
+    found, slower = (
+        Estimator(model(), Machine(2, 1e9, stage_seconds=host)).estimate(layout)
+        for host in (0.0, 0.5)
+    )
+    assert slower.step_seconds == pytest.approx(found.step_seconds + (4 + 1) * 0.5)
+
+
 def test_recomputation_keeps_the_inputs_and_one_layer() -> None:
     layout = Layout(MeshShape(), 2, partition=(4,), recomputes=True)
     found = estimator(1).estimate(layout)
