@@ -284,7 +284,5 @@ FIXED: dict[str, Fixed] = {
     "32 bits": Fixed(Case("gpipe", model="norms", precision="32-true", logs=("loss",), epochs=2)),
 }
 
-NOT_YET: dict[str, str] = {
-    "a plan for a list with a tensor for each sample": "AutoStrategy measures parts of the tensors",
-}
+NOT_YET: dict[str, str] = {}
 """What is known to be not yet as on one device, by the name of its case, and why."""

@@ -23,10 +23,10 @@ from lightning_dist.strategies.base.lightning_internals import (
     log_training_step,
     logged_step,
 )
+from lightning_dist.strategies.base.loaders.sample_lists import SampleLists
 from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 from lightning_dist.strategies.base.run_setup import StepContext
-from lightning_dist.strategies.pipelining.sample_lists import SampleLists
 from lightning_dist.strategies.pipelining.step_log import Outcome, Outcomes, StepLog
 
 _EVALUATION_STEPS = {

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
+from lightning_dist.strategies.base.loaders.sample_lists import mark_first
 
 
 class BegunLoaders:
@@ -83,7 +84,7 @@ def read_first_batch(trainer: pl.Trainer, begun: BegunLoaders) -> tuple[Any, int
     combined.flattened = [_FirstOnly(loader, begun) for loader in combined.flattened]
     combined.limits = None
     for batch, _, _ in combined:
-        return batch, len(combined.flattened)
+        return mark_first(batch, loaders), len(combined.flattened)
     return None
 
 

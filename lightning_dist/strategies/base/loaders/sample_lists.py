@@ -35,12 +35,10 @@ class SampleLists:
             step: Name of the step.
             dataloader_idx: Number of the loader.
         """
-        if type(batch) is not list or not batch:
-            return batch
-        if not all(isinstance(entry, Tensor) and entry.ndim > 0 for entry in batch):
+        if not _lists_tensors(batch):
             return batch
         loader = self._loader(step, dataloader_idx)
-        if getattr(loader, "collate_fn", default_collate) is default_collate:
+        if _collates_by_default(loader):
             return batch
         key = (step, dataloader_idx)
         if key not in self._known:
@@ -60,6 +58,22 @@ class SampleLists:
         loaders = getattr(self._trainer, name)
         is_several = isinstance(loaders, list | tuple) and step != "training_step"
         return loaders[dataloader_idx] if is_several else loaders
+
+
+def mark_first(batch: Any, loader: object) -> Any:
+    """Returns a loader's first batch, as :meth:`SampleLists.mark` does later ones."""
+    if not _lists_tensors(batch) or _collates_by_default(loader):
+        return batch
+    return SampleList(batch) if has_tensor_per_sample(batch, _batch_size_of(loader)) else batch
+
+
+def _lists_tensors(batch: Any) -> bool:
+    is_list = type(batch) is list and bool(batch)
+    return is_list and all(isinstance(entry, Tensor) and entry.ndim > 0 for entry in batch)
+
+
+def _collates_by_default(loader: object) -> bool:
+    return getattr(loader, "collate_fn", default_collate) is default_collate
 
 
 def _batch_size_of(loader: Any) -> int | None:

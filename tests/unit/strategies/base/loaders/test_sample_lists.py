@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_dist.engine.pipeline.microbatch import SampleList, batch_size_of, split
-from lightning_dist.strategies.pipelining.sample_lists import SampleLists, has_tensor_per_sample
+from lightning_dist.strategies.base.loaders.sample_lists import SampleLists, has_tensor_per_sample
 
 
 @pytest.mark.parametrize(
