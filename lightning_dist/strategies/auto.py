@@ -40,6 +40,7 @@ from lightning_dist.strategies.mesh_runtime.measure_machine import (
     measure_axis,
     measure_stages,
     measure_tensor_layers,
+    measure_updates,
 )
 
 _KEY = "lightning_dist_plan"
@@ -216,8 +217,12 @@ class AutoStrategy(MeshStrategy):
             shape = MeshShape(**sizes)
             return pool_of_world().mesh(shape, device.type, self.device_backend)
 
-        alone = measure_alone(mesh(dp_replicate=self.world_size)["dp_shard"], device)
-        machine = replace(machine, alone=alone)
+        replicas = mesh(dp_replicate=self.world_size)
+        machine = replace(
+            machine,
+            alone=measure_alone(replicas["dp_shard"], device),
+            update_seconds=measure_updates(replicas["dp_replicate"], device, self._states),
+        )
         if device.type == "cpu":  # GPUs compute while their host prepares
             size = next(n for n in range(2, self.world_size + 1) if self.world_size % n == 0)
             shape = MeshShape(pp=size, dp_replicate=self.world_size // size)

@@ -18,8 +18,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
-from torch.optim import SGD, AdamW
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import finish
@@ -108,6 +108,7 @@ class Measurement:
         costs = ModelCosts(
             tuple(measured),
             states_per_parameter=self.states_per_parameter,
+            num_parameters=sum(p.requires_grad for p in module.parameters()),
             can_cut=can_cut,
             is_tied=len(names) > len(list(module.parameters())),
             whole_batches=bool(statistics),
@@ -182,8 +183,7 @@ class Measurement:
             copy.grad = torch.zeros_like(copy)
         if not copies:
             return 0.0
-        momentum = 0.9 if self.states_per_parameter else 0.0
-        optimizer = AdamW(copies) if self.states_per_parameter > 1 else SGD(copies, 0.1, momentum)
+        optimizer = optimizer_of(copies, self.states_per_parameter)
         taken = []
         for _ in range(_FIRST_UPDATES + _UPDATES):  # the first ones make states, and touch memory
             start = time.perf_counter()
@@ -191,6 +191,12 @@ class Measurement:
             finish(self.device)
             taken.append(time.perf_counter() - start)
         return median(taken[_FIRST_UPDATES:])
+
+
+def optimizer_of(parameters: Sequence[Tensor], states_per_parameter: int) -> Optimizer:
+    """Returns an optimizer that keeps so many tensors of a parameter's size."""
+    momentum = 0.9 if states_per_parameter else 0.0
+    return AdamW(parameters) if states_per_parameter > 1 else SGD(parameters, 0.1, momentum)
 
 
 def _total_seconds(batch: MeasuredBatch) -> float:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -34,11 +35,13 @@ from lightning_dist.engine.profiling.links import (
     seconds_of,
 )
 from lightning_dist.engine.schedules.registry import PipelineShape
+from lightning_dist.strategies.mesh_runtime.measure_costs import optimizer_of
 
 _LAST_BYTES = 1 << 22
 _NUM_UNITS = 4
 _TINY = 1e-7  # seconds; a difference of two measured times may be below zero
 _WIDTH = 64
+_NUM_UPDATED = 8
 
 
 def measure_axis(mesh: DeviceMesh, device: torch.device) -> Links:
@@ -98,6 +101,31 @@ def measure_tensor_layers(mesh: DeviceMesh, device: torch.device) -> float:
     small = measure_all_reduce(mesh.get_group(), device)
     sent = ring(MessageKind.ALL_REDUCE).seconds(mesh.size(), sample.nbytes, small)
     return max(0.0, (seconds[0] - seconds[1]) / _NUM_UNITS - sent)
+
+
+def measure_updates(mesh: DeviceMesh, device: torch.device, states_per_parameter: int) -> float:
+    """Returns what a DTensor's update takes of its host, beside computing.
+
+    Collective: every rank of the world must call it.
+
+    Args:
+        mesh: Ranks that share parameters with this rank.
+        device: Device of the parameters.
+        states_per_parameter: Tensors of a parameter's size that the optimizer keeps.
+    """
+    seconds = []
+    for is_sharded in (True, False):
+        parameters: list[Tensor] = []
+        for _ in range(_NUM_UPDATED):
+            value = torch.zeros(_WIDTH, device=device)
+            if is_sharded:
+                value = DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+            parameters.append(nn.Parameter(value))
+            parameters[-1].grad = torch.zeros_like(value)
+        step = optimizer_of(parameters, states_per_parameter).step
+        step()
+        seconds.append(seconds_of(step, device, SHORT))
+    return max(0.0, (seconds[0] - seconds[1]) / _NUM_UPDATED)
 
 
 def measure_stages(shape: MeshShape, rank: int, timeout_seconds: float) -> float:

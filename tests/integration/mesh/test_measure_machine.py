@@ -16,6 +16,7 @@ from lightning_dist.strategies.mesh_runtime.measure_machine import (
     measure_axis,
     measure_stages,
     measure_tensor_layers,
+    measure_updates,
 )
 from tests.helpers.processes.workers import WorkerPool
 
@@ -32,6 +33,7 @@ def measure() -> dict[str, Any]:
         "alone": measure_alone(replicas["dp_shard"], device),
         "axis": measure_axis(pool.mesh(MeshShape(tp=2), "cpu", "gloo")["tp"], device),
         "tensor": measure_tensor_layers(pool.mesh(MeshShape(tp=2), "cpu", "gloo"), device),
+        "updates": measure_updates(replicas["dp_replicate"], device, 2),
         "stages": measure_stages(MeshShape(pp=2), dist.get_rank(), 30.0),
     }
     dist.destroy_process_group()
@@ -50,4 +52,5 @@ def test_all_ranks_find_the_same_and_sharing_costs_more_than_being_alone(
     assert 0 < axis.of(MessageKind.ALL_REDUCE).seconds(MEGABYTES) < 5
     assert 0 < axis.send.seconds(MEGABYTES) < 5
     assert 0 <= first["tensor"] < 1
+    assert 0 < first["updates"] < 0.1
     assert 0 < first["stages"] < 1

@@ -362,9 +362,12 @@ class Estimator:
         return inside_layers(self.machine, layout, self.costs.tensor[layout.mesh.tp])
 
     def _update(self, layout: Layout, parameters: int) -> float:
-        whole = self.costs.parameter_bytes
-        share = parameters / layout.mesh.dp_shard / whole if whole else 1.0
-        return self.batch(layout).step.update_seconds * share
+        whole, mesh = self.costs.parameter_bytes, layout.mesh
+        part = parameters / whole if whole else 1.0
+        seconds = self.batch(layout).step.update_seconds * part / mesh.dp_shard
+        if mesh.data_size == mesh.tp == 1:  # plain tensors
+            return seconds
+        return seconds + self.machine.update_seconds * self.costs.num_parameters * part
 
 
 @cache

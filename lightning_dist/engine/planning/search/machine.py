@@ -60,6 +60,8 @@ class Machine:
             no other, by copies and hooks.
         tensor_seconds: What a tensor-parallel layer takes of its host in a forward and backward,
             beside computing and sending.
+        update_seconds: What the update of a sharded or replicated parameter takes of its host,
+            beside computing.
         stage_seconds: What a micro-batch takes of a stage's host in a forward and backward, beside
             computing and sending.
         processors: Ranks of a host that compute at the same time; None for all. On a CPU: the cores
@@ -78,6 +80,7 @@ class Machine:
     between: Links = NO_LINK
     alone: Links = NO_LINK
     tensor_seconds: float = 0.0
+    update_seconds: float = 0.0
     stage_seconds: float = 0.0
     processors: float | None = None
     overlap: float = 0.0

@@ -54,6 +54,7 @@ class ModelCosts:
     Attributes:
         batches: Costs at some sizes of a micro-batch, in rising order.
         states_per_parameter: Bytes of optimizer state for each byte of parameters.
+        num_parameters: Number of trainable tensors.
         tensor: What tensor parallelism does, by the number of ranks; other numbers are impossible.
         can_cut: Whether the layers can be put on several stages.
         is_tied: Whether layers share parameters.
@@ -66,6 +67,7 @@ class ModelCosts:
 
     batches: tuple[MeasuredBatch, ...]
     states_per_parameter: float = 2.0
+    num_parameters: int = 0
     tensor: Mapping[int, TensorCosts] = field(default_factory=dict)
     can_cut: bool = True
     is_tied: bool = False

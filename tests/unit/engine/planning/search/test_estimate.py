@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,22 @@ def test_each_micro_batch_takes_a_stage_of_its_host() -> None:
         for host in (0.0, 0.5)
     )
     assert slower.step_seconds == pytest.approx(found.step_seconds + (4 + 1) * 0.5)
+
+
+def test_updates_of_sharded_parameters_take_more_of_the_host() -> None:
+    costs = replace(model(), num_parameters=8)
+    layouts = {
+        8 * 0.5: Layout(MeshShape(dp_replicate=2), 1, partition=(4,)),
+        4 * 0.5: Layout(MeshShape(pp=2, dp_shard=2), 1, partition=(2, 2)),
+        0.0: Layout(MeshShape(pp=2), 1, partition=(2, 2)),
+    }
+    for more, layout in layouts.items():
+        world = layout.mesh.world_size
+        before, after = (
+            Estimator(costs, Machine(world, 1e9, update_seconds=each)).estimate(layout)
+            for each in (0.0, 0.5)
+        )
+        assert after.step_seconds == pytest.approx(before.step_seconds + more)
 
 
 def test_recomputation_keeps_the_inputs_and_one_layer() -> None:

@@ -10,7 +10,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_dist.engine.pipeline.microbatch import SampleList, batch_size_of, split
-from lightning_dist.strategies.base.loaders.sample_lists import SampleLists, has_tensor_per_sample
+from lightning_dist.strategies.base.loaders.sample_lists import (
+    SampleLists,
+    has_tensor_per_sample,
+    mark_first,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,14 @@ def test_later_batches_are_as_the_first_whole_one() -> None:
     assert marked([torch.ones(5), torch.ones(3)]) == [True]
     assert marked(whole, tuple(whole), collate_fn=None) == [False, False]
     assert marked(torch.ones(8, 5), (torch.ones(5),) * 8, [], [whole]) == [False] * 4
+
+
+def test_a_first_batch_is_marked_by_its_loader() -> None:
+    batch = [torch.ones(5)] * 8
+    for collate_fn, expected in ((list, True), (None, False)):
+        loader = DataLoader([0], batch_size=8, collate_fn=collate_fn)  # type: ignore[arg-type]
+        assert isinstance(mark_first(batch, loader), SampleList) is expected
+    assert not isinstance(mark_first(batch, [batch]), SampleList)  # of unknown size
 
 
 def test_a_list_of_samples_is_cut_between_them() -> None:
