@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from lightning_dist.engine.common.names import check_count, check_positive
-from lightning_dist.engine.planning.links import Link, Links
+from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.search.machine import DEVICES, Machine
 from lightning_dist.engine.planning.search.plan import Price, Ranking
 from lightning_dist.engine.planning.search.search import Request, search
@@ -110,8 +110,8 @@ def plan(
         world_size,
         memory,
         num_hosts=num_hosts,
-        within=Links(within or (_GLOO if sheet is None else sheet.link)),
-        between=Links(between or (_FABRIC if is_gpu else _ETHERNET)),
+        within=LinksByKind(within or (_GLOO if sheet is None else sheet.link)),
+        between=LinksByKind(between or (_FABRIC if is_gpu else _ETHERNET)),
         processors=processors,
         overlap=(0.9 if is_gpu else 0.0) if overlap is None else overlap,
     )

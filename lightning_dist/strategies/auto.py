@@ -26,6 +26,7 @@ from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import ModelCosts, slowest
 from lightning_dist.engine.planning.search.plan import Ranking
 from lightning_dist.engine.planning.search.search import Request, search
+from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.mesh import MeshStrategy, arguments_of
@@ -115,7 +116,8 @@ class AutoStrategy(MeshStrategy):
     @override
     def check_run(self, trainer: pl.Trainer) -> None:
         if self.is_fitting and self._ranking is None:
-            ranking = self._search(trainer)
+            with random_state_kept(self.root_device):
+                ranking = self._search(trainer)
             rank_zero_info(f"{ranking.table().title}\n{ranking.table()}")
             self._adopt(ranking)
             for logger in trainer.loggers:

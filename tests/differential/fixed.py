@@ -248,6 +248,7 @@ FIXED: dict[str, Fixed] = {
     ),
     "a plan is measured in half precision": Fixed(Case("auto", precision="half")),
     "a plan for a list with a tensor for each sample": Fixed(Case("auto", data="list")),
+    "a traced module's batch lists a tensor for each sample": Fixed(Case("traced", data="list")),
     "workers push as they like": Fixed(
         Case("server_async", callbacks=("every_steps", "rates"), logs=("loss",), hooks=True)
     ),

@@ -42,7 +42,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class LinksByKind:
     """A link as each kind of message finds it.
 
     A backend's collective takes longer than messages between two ranks, by copies and by threads.
@@ -60,10 +60,10 @@ class Links:
         """Returns the link of a kind of message."""
         return self.collectives.get(kind, self.send)
 
-    def times(self, factor: float) -> Links:
+    def times(self, factor: float) -> LinksByKind:
         """Returns links with so many times the bandwidth."""
         collectives = {kind: link.times(factor) for kind, link in self.collectives.items()}
-        return Links(self.send.times(factor), collectives)
+        return LinksByKind(self.send.times(factor), collectives)
 
 
 @dataclass(frozen=True, slots=True)

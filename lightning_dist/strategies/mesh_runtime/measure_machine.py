@@ -24,7 +24,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.connect import connect
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.collectives import ring
-from lightning_dist.engine.planning.links import Link, Links, fit_link
+from lightning_dist.engine.planning.links import Link, LinksByKind, fit_link
 from lightning_dist.engine.planning.traffic import MessageKind
 from lightning_dist.engine.profiling.links import (
     FEW_SIZES,
@@ -44,7 +44,7 @@ _WIDTH = 64
 _NUM_UPDATED = 8
 
 
-def measure_axis(mesh: DeviceMesh, device: torch.device) -> Links:
+def measure_axis(mesh: DeviceMesh, device: torch.device) -> LinksByKind:
     """Measures an axis of a mesh. Collective: every rank of the world must call it.
 
     Args:
@@ -59,10 +59,10 @@ def measure_axis(mesh: DeviceMesh, device: torch.device) -> Links:
     times = _unit_seconds(mesh, device)
     found = {kind: fit_ring(ring(kind), mesh.size(), times[kind]) for kind in times}
     found[MessageKind.ALL_REDUCE] = measure_all_reduce(mesh.get_group(), device)
-    return Links(fit.link, found)
+    return LinksByKind(fit.link, found)
 
 
-def measure_alone(mesh: DeviceMesh, device: torch.device) -> Links:
+def measure_alone(mesh: DeviceMesh, device: torch.device) -> LinksByKind:
     """Measures units that a rank shares with no other, as of replicas.
 
     Collective: every rank of the world must call it.
@@ -72,7 +72,7 @@ def measure_alone(mesh: DeviceMesh, device: torch.device) -> Links:
         device: Device of the parameters.
     """
     times = _unit_seconds(mesh, device)
-    return Links(
+    return LinksByKind(
         Link(0.0, float("inf")),
         {kind: fit_link(FEW_SIZES, seconds).link for kind, seconds in times.items()},
     )
@@ -142,11 +142,15 @@ def measure_stages(shape: MeshShape, rank: int, timeout_seconds: float) -> float
     channels = connect(shape.groups("pp"), device, timeout_seconds)
     few, many = 2 * shape.pp, 6 * shape.pp
     seconds = []
-    for count in (few, many):
-        place = PipelineShape("1f1b", count, (1,) * shape.pp, group.index(rank))
-        module = nn.Sequential(*[nn.Linear(1, 1) for _ in group])
-        pipeline = Pipeline(module, place, channels.links)
-        seconds.append(seconds_of(_batch(pipeline, module, torch.zeros(count, 1)), device))
+    try:
+        for count in (few, many):
+            place = PipelineShape("1f1b", count, (1,) * shape.pp, group.index(rank))
+            module = nn.Sequential(*[nn.Linear(1, 1) for _ in group])
+            pipeline = Pipeline(module, place, channels.links)
+            seconds.append(seconds_of(_batch(pipeline, module, torch.zeros(count, 1)), device))
+    except BaseException:
+        channels.close(failed=True)
+        raise
     channels.close()
     return max(0.0, (seconds[1] - seconds[0]) / (many - few))
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -38,8 +39,17 @@ def train(strategy: Any, devices: int, path: Path) -> Any:
     return trainer.global_step
 
 
+class Watched(AutoStrategy):
+    """Checks that measuring draws no random numbers of the run's."""
+
+    def check_run(self, trainer: L.Trainer) -> None:
+        before = torch.get_rng_state()
+        super().check_run(trainer)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 def train_planned(path: Path, replicas: int | None) -> Any:
-    strategy = AutoStrategy(replicas=replicas, timeout_s=60.0)
+    strategy = Watched(replicas=replicas, timeout_s=60.0)
     num_steps = train(strategy, 2, path)
     assert strategy.ranking is not None
     return num_steps, strategy.ranking.best

@@ -8,10 +8,10 @@ from types import MappingProxyType
 
 from lightning_dist.engine.common.mesh_shape import AXES, MeshShape
 from lightning_dist.engine.common.names import check_count
-from lightning_dist.engine.planning.links import Link, Links
+from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.traffic import MessageKind
 
-NO_LINK = Links(Link(0.0, float("inf")))
+NO_LINK = LinksByKind(Link(0.0, float("inf")))
 """The link of a rank to itself."""
 
 
@@ -76,9 +76,9 @@ class Machine:
     world_size: int
     memory_bytes: float
     num_hosts: int = 1
-    within: Links = NO_LINK
-    between: Links = NO_LINK
-    alone: Links = NO_LINK
+    within: LinksByKind = NO_LINK
+    between: LinksByKind = NO_LINK
+    alone: LinksByKind = NO_LINK
     tensor_seconds: float = 0.0
     update_seconds: float = 0.0
     stage_seconds: float = 0.0

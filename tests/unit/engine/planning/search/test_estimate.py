@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.planning.links import Link, Links
+from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.search.estimate import Estimator
 from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.machine import Machine
@@ -19,7 +19,8 @@ SLOW = Link(0.5, 10.0)
 
 
 def estimator(world_size: int, **machine: Any) -> Estimator:
-    return Estimator(model(tensor=True), Machine(world_size, 1e9, within=Links(SLOW), **machine))
+    slow = LinksByKind(SLOW)
+    return Estimator(model(tensor=True), Machine(world_size, 1e9, within=slow, **machine))
 
 
 def test_one_rank() -> None:
@@ -47,7 +48,7 @@ def test_shards_gather_twice_and_update_their_part() -> None:
 
 def test_units_cost_replicas_what_they_cost_a_rank_alone() -> None:
     gather, scatter = Link(0.25, 400.0), Link(0.125, 200.0)
-    alone = Links(SLOW, {MessageKind.ALL_GATHER: gather, MessageKind.REDUCE_SCATTER: scatter})
+    alone = LinksByKind(SLOW, {MessageKind.ALL_GATHER: gather, MessageKind.REDUCE_SCATTER: scatter})
     layout = Layout(MeshShape(dp_replicate=2), 1, partition=(4,))
     plain, found = (estimator(2, **more).estimate(layout) for more in ({}, {"alone": alone}))
     # Gathered for the forward and for the backward; 400 bytes in five units.

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.planning.links import Link, Links
+from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.search.machine import NO_LINK, Machine
 from lightning_dist.engine.planning.traffic import MessageKind
 
@@ -12,7 +12,7 @@ SEND, ALL_REDUCE = MessageKind.SEND, MessageKind.ALL_REDUCE
 
 
 def test_an_axis_that_leaves_a_host_shares_its_link() -> None:
-    machine = Machine(8, 1e9, num_hosts=2, within=Links(INSIDE), between=Links(BETWEEN))
+    machine = Machine(8, 1e9, num_hosts=2, within=LinksByKind(INSIDE), between=LinksByKind(BETWEEN))
     mesh = MeshShape(pp=2, dp_shard=2, tp=2)
     assert machine.link(mesh, "tp", SEND) == machine.link(mesh, "dp_shard", SEND) == INSIDE
     assert machine.link(mesh, "dp_replicate", SEND) == NO_LINK.send
@@ -22,8 +22,8 @@ def test_an_axis_that_leaves_a_host_shares_its_link() -> None:
 
 
 def test_a_collective_has_a_link_of_its_own() -> None:
-    own = Links(BETWEEN, {ALL_REDUCE: Link(2e-3, 1e9)})
-    machine = Machine(4, 1e9, num_hosts=2, within=Links(INSIDE), between=own)
+    own = LinksByKind(BETWEEN, {ALL_REDUCE: Link(2e-3, 1e9)})
+    machine = Machine(4, 1e9, num_hosts=2, within=LinksByKind(INSIDE), between=own)
     mesh = MeshShape(dp_replicate=2, dp_shard=2)
     assert machine.link(mesh, "dp_replicate", ALL_REDUCE) == Link(2e-3, 0.5e9)
     assert machine.link(mesh, "dp_replicate", SEND) == Link(1e-3, 2e9)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_dist.engine.planning.links import Link, Links
+from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.search.estimate import Estimator
 from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.machine import Machine
@@ -15,7 +15,7 @@ from lightning_dist.engine.planning.search.plan import Plan, Price
 from lightning_dist.engine.planning.search.search import Request, all_layouts, search, why
 from tests.unit.engine.planning.search.models import model
 
-INSIDE, BETWEEN = Links(Link(0.01, 1e4)), Links(Link(0.1, 1e3))
+INSIDE, BETWEEN = LinksByKind(Link(0.01, 1e4)), LinksByKind(Link(0.1, 1e3))
 
 
 def machine(memory: float, world_size: int = 8, **others: float) -> Machine:
