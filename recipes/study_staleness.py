@@ -36,7 +36,7 @@ from recipes.staleness.network import Network
 from recipes.staleness.optimizers import OPTIMIZERS
 from recipes.staleness.picture import draw
 from recipes.staleness.results import Results
-from recipes.staleness.summary import Curve, curves, network_table, table
+from recipes.staleness.summary import Curve, curves, network_table, price, table
 from recipes.staleness.training import Sizes, layers_of_stages, train
 from recipes.staleness.trial import METHODS, SYNC, Trial, trials
 
@@ -124,6 +124,8 @@ def report(results: Results, sizes: Sizes, options: argparse.Namespace) -> None:
         title = f"{optimizer}, {tokens:,} tokens, {count}"
         tables.append(f"{title}:\n\n{table(found, options.stages)}\n")
         tables += over_links(found, sizes, options)
+        if cost := price(found, options.stages[-1]):
+            tables.append(f"{cost}\n")
         draw(found, options.stages, sizes.batch_tokens, title, options.out / f"{optimizer}.png")
     text = "\n".join(tables)
     (options.out / "table.md").write_text(text)

@@ -124,6 +124,20 @@ def network_table(
     return "\n".join(lines)
 
 
+def price(found: Sequence[Curve], num_ranks: int) -> str | None:
+    """Returns a line with what stale weights cost; None if no method's loss shows it.
+
+    Args:
+        found: Curves of one optimizer.
+        num_ranks: Number of stages.
+    """
+    own = {c.clocked.name: c.means[-1] for c in found if c.num_stages == num_ranks}
+    sync, stale = own.get("sync, 1f1b"), own.get("pipedream")
+    if sync is None or stale is None:
+        return None
+    return f"Stale weights cost {stale - sync:.3f} bits per byte (pipedream, {num_ranks} stages)."
+
+
 def _seconds(curve: Curve, network: Network, target: float) -> float:
     count = updates_until(target, curve.updates, curve.means)
     if count is None:

@@ -41,6 +41,7 @@ def report(study: optuna.Study, tuning: Tuning) -> None:
         print(f"Written: {path}")
     words = [f"--config={tuning.base}", *tuning.words(best[0].params)]
     print(f"The best by {names[0]}: python -m recipes.train fit {shlex.join(words)}")
+    print(f"Best {names[0]}: {best[0].values[0]:.5g}")
 
 
 def _counts(study: optuna.Study) -> str:

@@ -13,7 +13,7 @@ import torch
 from recipes import serve
 from recipes.generate import generate
 from recipes.gpt import build_gpt
-from tests.benchmarks.serving import BAD, ask, connected, load, running_server
+from tests.benchmarks.serving import BAD, ask, connected, load, running_server, share_answered
 
 NEEDED = "the server needs FastAPI"
 
@@ -90,3 +90,14 @@ def test_a_process_serves_under_load(tmp_path: Path) -> None:
         assert [status for _, status in answers] == [200] * 20
         with connected(port) as connection:
             assert {ask(connection, body, "/generate") for body in BAD.values()} == {422}
+
+
+def test_the_load_test_counts_answers_that_are_not_as_documented() -> None:
+    def said(good: list[int], crowded: list[int], bad: list[int]) -> str:
+        return share_answered({1: good, 48: crowded}, bad)
+
+    assert said([200], [200, 429], [422]).startswith("answered as documented: 100 % of 4 requests")
+    assert ": 75 %" in said([429], [200, 429], [422]), "one client never waits for a place"
+    assert ": 75 %" in said([200], [200, 503], [404])
+    assert ": 75 %" in said([200], [200, 429], [500])
+    assert ": 75 %" in said([200], [200, 429], [200])

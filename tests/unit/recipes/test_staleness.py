@@ -23,7 +23,7 @@ from recipes.staleness.network import Network, updates_until
 from recipes.staleness.optimizers import LEARNING_RATE, OPTIMIZERS, adamw
 from recipes.staleness.replicas import Replicas, ServedWorkers
 from recipes.staleness.results import Results
-from recipes.staleness.summary import curves, network_table, table
+from recipes.staleness.summary import curves, network_table, price, table
 from recipes.staleness.training import Look, Sizes, layers_of_stages, train
 from recipes.staleness.trial import METHODS, SYNC, TWO_VERSIONS, Trial, trials
 from recipes.study_staleness import main
@@ -322,6 +322,20 @@ def test_the_best_rate_counts(tmp_path: Path) -> None:
     only = list(curves(results, "adamw", [2], [1.0], range(2)))
     assert [curve.final for curve in only] == ["3.050 ± 0.050"] * 3 + ["diverged"]
     assert not list(curves(results, "adamw", [2], [1.0], range(3)))
+
+
+def test_what_stale_weights_cost_is_the_difference_to_synchronous_training(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.csv", Sizes(8, 2))
+    for method, stages, last in [
+        (SYNC, 1, 2.0),
+        (BY_NAME["pipedream"], 2, 2.125),
+        (BY_NAME["pipedream"], 4, 2.25),
+    ]:
+        results.add(Trial(method, "adamw", stages, 1.0, 0), [Look(4, 3.0), Look(8, last)])
+    found = list(curves(results, "adamw", [2, 4, 8], [1.0], [0]))
+    assert price(found, 2) == "Stale weights cost 0.125 bits per byte (pipedream, 2 stages)."
+    assert price(found, 4) == "Stale weights cost 0.250 bits per byte (pipedream, 4 stages)."
+    assert price(found, 8) is None, "pipedream was not trained on eight"
 
 
 def test_redrawing_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
