@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
+ALL_STAMP := $(VENV)/.all
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo recipes notebooks docs test test-all test-p2p lint unit integration all-pairs all-modules bench bench-start bench-memory bench-profiler bench-network bench-scaling bench-planner faults fuzz gpu clean
@@ -37,7 +38,12 @@ test: install $(DOCS_STAMP)  ## Run the checks and the tests, of most matrices t
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint unit docs
 	$(MAKE) --no-print-directory integration
 
-test-all: install  ## As `test`, with all cells of all tests; hours
+$(ALL_STAMP): $(STAMP)
+	# Whose tests take long.
+	$(PIP_INSTALL) onnx onnxruntime onnxscript mlflow-skinny
+	touch $@
+
+test-all: $(ALL_STAMP)  ## As `test`, with all cells of all tests; hours
 	$(MAKE) --no-print-directory test ALL=--all
 
 $(DOCS_STAMP): $(STAMP)
