@@ -192,8 +192,10 @@ def serve(connection: Connection) -> None:
     from tqdm import tqdm
 
     from tests.helpers.processes.chosen_transport import use_chosen_transport
+    from tests.helpers.processes.remembered_shapes import remember_shapes
 
     use_chosen_transport()
+    remember_shapes()
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
     # Its own is a semaphore of processes, which one that is killed leaves behind.
     tqdm.set_lock(threading.RLock())
