@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,11 +64,19 @@ class GroupPool:
 
 
 def pool_of_world() -> GroupPool:
-    """Returns the pool of the current world, which ends with the default process group."""
+    """Returns the pool of the current world."""
     world = dist.group.WORLD
     assert world is not None
-    return _POOLS.setdefault(world, GroupPool())
+    if world not in _POOLS:
+        forget_worlds()
+        _POOLS[world] = GroupPool()
+    return _POOLS[world]
+
+
+def forget_worlds() -> None:
+    """Drops the pools of all worlds; their meshes hold the worlds, so none would end by itself."""
+    _POOLS.clear()
 
 
 # Trainers of a process know nothing of each other; they share the world only.
-_POOLS: WeakKeyDictionary[dist.ProcessGroup, GroupPool] = WeakKeyDictionary()
+_POOLS: dict[dist.ProcessGroup, GroupPool] = {}

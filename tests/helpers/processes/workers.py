@@ -264,7 +264,10 @@ def _release(groups: list[Any]) -> None:
 
 
 def _forget_meshes() -> None:
-    """Clears what torch keeps by mesh: the next case's may be equal, but its groups are others."""
+    """Clears what is kept by mesh: the next case's may be equal, but its groups are others."""
+    from lightning_dist.engine.comms.group_pool import forget_worlds
+
+    forget_worlds()
     redistribution = sys.modules.get("torch.distributed.tensor._redistribute")
     if redistribution is None:
         return
