@@ -35,8 +35,9 @@ from lightning_dist.engine.comms.contact import (
 )
 
 _FAREWELL_SECONDS = 3.0  # the store ends with the first rank
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.001
 _LONGEST_POLL_SECONDS = 0.2
+_LONGEST_LEADER_POLL_SECONDS = 0.01
 _FIRST, _ASKED = "lightning_dist/first", "lightning_dist/asked"
 
 
@@ -118,6 +119,7 @@ def _lead(store: dist.Store, meeting: Meeting) -> dist.PrefixStore:
     attempt.set(_host(0), _entry(uuid4().hex))
     answer = json.dumps([name, meeting.world_size, socket.gethostname()])
     begin, is_told, read, faults = time.monotonic(), False, set[int](), ""
+    pause = _POLL_SECONDS
     while not faults and attempt.add("came", 0) < meeting.world_size - 1:
         for index in set(range(1, store.add(_ASKED, 0) + 1)) - read:
             # It may be of a process that has ended. Then the answer is unused.
@@ -135,7 +137,8 @@ def _lead(store: dist.Store, meeting: Meeting) -> dist.PrefixStore:
                 f"{_describe_missing(attempt, meeting)} after {passed:.0f} s. Waiting up to"
                 f" {meeting.timeout_seconds:g} s. {MISSING_REMEDY}"
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_LEADER_POLL_SECONDS)
     attempt.set("verdict", faults)
     if faults:
         _await(lambda: attempt.add("heard", 0) >= attempt.add("asked", 0), _FAREWELL_SECONDS)
