@@ -38,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _let_processes_finish()
     _wait_briefly_for_names()
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # else a launcher sets the threads anew, Lightning's too
     if chosen := config.getoption("transport"):
         os.environ[chosen_transport.VARIABLE] = chosen
         chosen_transport.use_chosen_transport()
