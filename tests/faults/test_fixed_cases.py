@@ -41,7 +41,7 @@ GOES_ON = [
 ]
 
 
-@pytest.mark.some("pipedream, torchrun: SIGKILL*")
+@pytest.mark.long
 @pytest.mark.parametrize("case", ENDS, ids=str)
 def test_ends_with_the_cause_and_resumes_exactly(place: Place, case: Case) -> None:
     result = place.execute(case, "run")

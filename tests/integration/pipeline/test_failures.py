@@ -277,13 +277,13 @@ RUNS: list[Run] = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def runs(
     request: pytest.FixtureRequest,
     warm_python: WarmPython,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[Run, Future[None]]]:
-    """All of them: two that import, and the one that waits for a grace."""
+    """All of them, while the tests before run: most of the time each waits."""
     with ThreadPoolExecutor(3) as pool:
         yield {
             run: pool.submit(run, warm_python, tmp_path_factory.mktemp("run"))
