@@ -145,6 +145,7 @@ def test_lightnings_finetuning(workers: WorkerPool) -> None:
         assert difference(single, state) < 1e-10
 
 
+@pytest.mark.some("options[12]")
 @pytest.mark.parametrize(
     "options",
     [{"sync_every": 4}, {"sync_every": 2, "sync_warmup_steps": 9}, {"compression": "powersgd"}],

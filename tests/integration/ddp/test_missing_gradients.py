@@ -159,7 +159,7 @@ def refuse_all(strategy: type[Strategy], num_samples: int) -> list[tuple[str, in
     return answers
 
 
-@pytest.mark.some("FSDPStrategy-80", "DDPStrategy-88")
+@pytest.mark.some("DDPStrategy-88")
 @pytest.mark.parametrize("num_samples", [88, 80])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_no_rank_uses_is_named_on_each(

@@ -92,6 +92,7 @@ def test_streaming_equals_its_oracle(
         assert difference(state, expected) < 1e-12
 
 
+@pytest.mark.long
 def test_the_oracles_differ() -> None:
     plain = recursion(4, DILOCO, 0)
     assert difference(StreamingOracle(LocalConfig(4, outer=DILOCO)).train(), plain) < 1e-12
@@ -115,6 +116,7 @@ def test_equals_the_recursion(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.long
 def test_the_recursions_differ() -> None:
     one, *others = (recursion(3, outer, 0) for outer in (DILOCO, PLAIN, HEAVY, MEAN))
     assert min(difference(one, other) for other in others) > 1e-6

@@ -244,6 +244,7 @@ def local_numbers(shard_size: int) -> tuple[int, int, str]:
     return own, momenta, str(strategy.describe())
 
 
+@pytest.mark.some("4")
 @pytest.mark.parametrize("shard_size", [2, 4])
 def test_each_rank_holds_its_share(workers: WorkerPool, shard_size: int) -> None:
     total = sum(p.numel() for p in make_module().parameters())

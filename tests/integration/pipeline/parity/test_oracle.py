@@ -130,7 +130,7 @@ def fit_predicting(num_stages: int, optimizer: str) -> tuple[Fitted, tuple[int, 
     return (state_of(module), 0.0), strategy.peak_stash_bytes
 
 
-@pytest.mark.some("2-adamw", "4-sgd")
+@pytest.mark.some("4-sgd")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_forwards_see_where_the_optimizer_goes(
@@ -152,6 +152,7 @@ def test_update_b_uses_the_learning_rate_of_step_b(workers: WorkerPool) -> None:
     assert largest_difference(actual, oracle(3, scheduled=True)[0]) < 1e-12
 
 
+@pytest.mark.some("3")
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_the_oracle_tells_the_versions_apart(num_stages: int) -> None:
     stash, vertical, none = (
