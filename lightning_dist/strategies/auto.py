@@ -154,6 +154,8 @@ class AutoStrategy(MeshStrategy):
             raise ValueError(f"{purpose}, and this run has none. Use MeshStrategy.")
         machine = self._machine()
         costs = self._costs(lightning_loaders.to_step(trainer, read[0], self.root_device), machine)
+        if self.world_size > 1:
+            machine = self._with_links(machine, costs.parameters_per_layer)
         found: Ranking | str = ""
         if trainer.is_global_zero:
             batch_size = costs.batches[-1].num_samples
@@ -202,16 +204,15 @@ class AutoStrategy(MeshStrategy):
             )
         is_cpu = self.root_device.type == "cpu"
         memory = self._memory_gib
-        machine = Machine(
+        return Machine(
             self.world_size,
             memory_of(self.root_device, per_host) if memory is None else memory * 2**30,
             num_hosts=len(hosts),
             processors=len(os.sched_getaffinity(0)) / torch.get_num_threads() if is_cpu else None,
             overlap=0.0 if is_cpu else _GPU_OVERLAP,
         )
-        return machine if self.world_size == 1 else self._with_links(machine)
 
-    def _with_links(self, machine: Machine) -> Machine:
+    def _with_links(self, machine: Machine, parameters_per_unit: int) -> Machine:
         """Measures the links of a machine. Collective: every rank must call it."""
         device, per_host, hosts = self.root_device, machine.ranks_per_host, machine.num_hosts
 
@@ -222,7 +223,7 @@ class AutoStrategy(MeshStrategy):
         replicas = mesh(dp_replicate=self.world_size)
         machine = replace(
             machine,
-            alone=measure_alone(replicas["dp_shard"], device),
+            alone=measure_alone(replicas["dp_shard"], device, parameters_per_unit),
             update_seconds=measure_updates(replicas["dp_replicate"], device, self._states),
         )
         if device.type == "cpu":  # GPUs compute while their host prepares
@@ -232,13 +233,14 @@ class AutoStrategy(MeshStrategy):
             machine = replace(machine, stage_seconds=taken)
         if hosts > 1:
             across = mesh(dp_replicate=hosts, dp_shard=per_host)["dp_replicate"]
-            # All ranks of a host have sent at the same time.
-            machine = replace(machine, between=measure_axis(across, device).times(per_host))
+            # All ranks of a host send at the same time.
+            between = measure_axis(across, device, parameters_per_unit)
+            machine = replace(machine, between=between.times(per_host))
         if per_host > 1:
             inside = mesh(dp_replicate=hosts, tp=per_host)["tp"]
             machine = replace(
                 machine,
-                within=measure_axis(inside, device),
+                within=measure_axis(inside, device, parameters_per_unit),
                 tensor_seconds=measure_tensor_layers(inside, device),
             )
         return machine

@@ -51,6 +51,7 @@ from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_
 _ROUNDS, _REPEATS = 3, 2
 _FIRST_UPDATES, _UPDATES = 2, 5
 _LAUNCH_SECONDS = 4e-6  # of an operation on a GPU
+_MOST_SIZES = 4
 _FEWER = 4  # a measured micro-batch has so many times fewer samples than the next
 
 
@@ -90,7 +91,7 @@ class Measurement:
         with random_state_kept(self.device), state_kept(module), not_logging(module):
             statistics = find_batch_statistics(module.train())
             sizes = [num_samples]
-            while sizes[-1] > 1 and len(sizes) < 3:
+            while sizes[-1] > 1 and len(sizes) < _MOST_SIZES:
                 sizes.append(-(-sizes[-1] // _FEWER))
             if statistics and num_samples > 1:  # BatchNorm takes no single sample
                 sizes = sorted({max(2, size) for size in sizes}, reverse=True)

@@ -44,25 +44,27 @@ _WIDTH = 64
 _NUM_UPDATED = 8
 
 
-def measure_axis(mesh: DeviceMesh, device: torch.device) -> LinksByKind:
+def measure_axis(mesh: DeviceMesh, device: torch.device, parameters_per_unit: int) -> LinksByKind:
     """Measures an axis of a mesh. Collective: every rank of the world must call it.
 
     Args:
         mesh: This rank's part of the mesh along the axis, of several ranks.
         device: Device of the tensors that are sent.
+        parameters_per_unit: Number of tensors that a unit's bytes are shared out to, as in the
+            model: each is copied, and becomes a DTensor, by itself.
 
     Returns:
         The links of a message, of gathering a unit's shards, of reducing its gradients, and of an
         all-reduce.
     """
     (fit,) = measure_links(mesh, _LAST_BYTES).values()
-    times = _unit_seconds(mesh, device)
+    times = _unit_seconds(mesh, device, parameters_per_unit)
     found = {kind: fit_ring(ring(kind), mesh.size(), times[kind]) for kind in times}
     found[MessageKind.ALL_REDUCE] = measure_all_reduce(mesh.get_group(), device)
     return LinksByKind(fit.link, found)
 
 
-def measure_alone(mesh: DeviceMesh, device: torch.device) -> LinksByKind:
+def measure_alone(mesh: DeviceMesh, device: torch.device, parameters_per_unit: int) -> LinksByKind:
     """Measures units that a rank shares with no other, as of replicas.
 
     Collective: every rank of the world must call it.
@@ -70,8 +72,9 @@ def measure_alone(mesh: DeviceMesh, device: torch.device) -> LinksByKind:
     Args:
         mesh: A mesh of this rank.
         device: Device of the parameters.
+        parameters_per_unit: Number of tensors of a unit.
     """
-    times = _unit_seconds(mesh, device)
+    times = _unit_seconds(mesh, device, parameters_per_unit)
     return LinksByKind(
         Link(0.0, float("inf")),
         {kind: fit_link(FEW_SIZES, seconds).link for kind, seconds in times.items()},
@@ -168,22 +171,25 @@ def _batch(pipeline: Pipeline, module: nn.Module, sample: Tensor) -> Callable[[]
 class _Unit(nn.Module):
     """Has parameters, and computes next to nothing with them."""
 
-    def __init__(self, numel: int, device: torch.device) -> None:
+    def __init__(self, numel: int, count: int, device: torch.device) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel, device=device))
+        each = max(1, numel // count)
+        self.weights = nn.ParameterList(torch.zeros(each, device=device) for _ in range(count))
 
     @override
     def forward(self, value: Tensor) -> Tensor:
-        return value + self.weight[0]
+        return value + sum(weight[0] for weight in self.weights)
 
 
-def _unit_seconds(mesh: DeviceMesh, device: torch.device) -> dict[MessageKind, list[float]]:
+def _unit_seconds(
+    mesh: DeviceMesh, device: torch.device, count: int
+) -> dict[MessageKind, list[float]]:
     """Returns the seconds of gathering a unit, and of reducing it, for each of some sizes."""
     gathers, reductions = [], []
     sample = torch.zeros(1, device=device)
     for num_bytes in FEW_SIZES:
         whole, sharded = (
-            nn.Sequential(*[_Unit(num_bytes // 4, device) for _ in range(_NUM_UNITS)])
+            nn.Sequential(*[_Unit(num_bytes // 4, count, device) for _ in range(_NUM_UNITS)])
             for _ in range(2)
         )
         units = [fully_shard(unit, mesh=mesh, reshard_after_forward=False) for unit in sharded]

@@ -30,8 +30,8 @@ def measure() -> dict[str, Any]:
     pool = pool_of_world()
     replicas = pool.mesh(MeshShape(dp_replicate=2), "cpu", "gloo")
     found = {
-        "alone": measure_alone(replicas["dp_shard"], device),
-        "axis": measure_axis(pool.mesh(MeshShape(tp=2), "cpu", "gloo")["tp"], device),
+        "alone": measure_alone(replicas["dp_shard"], device, 4),
+        "axis": measure_axis(pool.mesh(MeshShape(tp=2), "cpu", "gloo")["tp"], device, 4),
         "tensor": measure_tensor_layers(pool.mesh(MeshShape(tp=2), "cpu", "gloo"), device),
         "updates": measure_updates(replicas["dp_replicate"], device, 2),
         "stages": measure_stages(MeshShape(pp=2), dist.get_rank(), 30.0),

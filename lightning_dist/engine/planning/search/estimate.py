@@ -313,8 +313,10 @@ class Estimator:
 
     def _compute(self, layout: Layout, parts: Sequence[_Part]) -> float:
         """Returns the seconds of the busiest rank, or of all ranks on a host's processors."""
-        busy = [layout.num_microbatches * p.busy_seconds + p.update_seconds for p in parts]
-        return max(*busy, sum(busy) / len(busy) * self.machine.crowding)
+        count = layout.num_microbatches
+        busy = [count * part.busy_seconds + part.update_seconds for part in parts]
+        host = count * layout.stages_per_rank * self.machine.stage_seconds  # measured so crowded
+        return max(*busy, sum(busy) / len(busy) * self.machine.crowding + host)
 
     def _along_stages(self, layout: Layout, parts: Sequence[_Part]) -> dict[str, Wait]:
         largest = max(part.parameter_bytes for part in parts)
