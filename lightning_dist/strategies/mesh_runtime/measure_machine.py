@@ -178,7 +178,9 @@ class _Unit(nn.Module):
 
     @override
     def forward(self, value: Tensor) -> Tensor:
-        return value + sum(weight[0] for weight in self.weights)
+        for weight in self.weights:
+            value = value + weight[0]
+        return value
 
 
 def _unit_seconds(
