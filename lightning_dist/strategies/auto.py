@@ -23,7 +23,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.comms.group_pool import pool_of_world
 from lightning_dist.engine.planning.search.machine import Machine
-from lightning_dist.engine.planning.search.model_costs import ModelCosts, slowest
+from lightning_dist.engine.planning.search.model_costs import ModelCosts, averaged
 from lightning_dist.engine.planning.search.plan import Ranking
 from lightning_dist.engine.planning.search.search import Request, search
 from lightning_dist.engine.tensors.rng import random_state_kept
@@ -174,7 +174,7 @@ class AutoStrategy(MeshStrategy):
         Collective: every rank must call it.
 
         Returns:
-            The costs of each layer on the slowest of these ranks, for which the others wait.
+            The mean costs of these ranks, and what they wait for the slowest in each layer.
         """
         measurement = Measurement(
             self.root_device,
@@ -191,7 +191,7 @@ class AutoStrategy(MeshStrategy):
             costs = measurement.costs(self.module, batch)
         self.precision_plugin.teardown()
         self.module.to("cpu")
-        return slowest([each for each in gather_objects(costs, self.world_group) if each])
+        return averaged([each for each in gather_objects(costs, self.world_group) if each])
 
     def _machine(self) -> Machine:
         """Returns the machine of this run. Collective: every rank must call it."""

@@ -48,7 +48,7 @@ from lightning_dist.engine.tensors.observers import OperationWatch
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
 
-_ROUNDS, _REPEATS = 3, 2
+_ROUNDS, _REPEATS = 5, 2
 _FIRST_UPDATES, _UPDATES = 2, 5
 _LAUNCH_SECONDS = 4e-6  # of an operation on a GPU
 _MOST_SIZES = 4
@@ -100,9 +100,9 @@ class Measurement:
                 [self._measure(module, parts, batch, size, update) for size in sizes[::-1]]
                 for _ in range(1 if self.flops_per_second else _ROUNDS)
             ]
-            # Another program may have had the processor in one of the rounds.
+            # Another program may have had the processor in some of the rounds.
             measured = [
-                sorted(same, key=_total_seconds)[len(same) // 2]
+                sorted(same, key=lambda batch: batch.step.compute_seconds)[len(same) // 2]
                 for same in zip(*rounds, strict=True)
             ]
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -198,12 +198,6 @@ def optimizer_of(parameters: Sequence[Tensor], states_per_parameter: int) -> Opt
     """Returns an optimizer that keeps so many tensors of a parameter's size."""
     momentum = 0.9 if states_per_parameter else 0.0
     return AdamW(parameters) if states_per_parameter > 1 else SGD(parameters, 0.1, momentum)
-
-
-def _total_seconds(batch: MeasuredBatch) -> float:
-    step = batch.step
-    loss = step.loss_forward_seconds + step.loss_backward_seconds
-    return loss + sum(layer.seconds for layer in step.layers)
 
 
 class _FlopRecorder(Recorder):

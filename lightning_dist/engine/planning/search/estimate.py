@@ -35,6 +35,10 @@ from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.simulator import StageCosts, makespan_seconds
 
 
+_Key = tuple[float, int, bool, bool]
+"""What the costs of a micro-batch depend on."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Sums:
     """The costs of a micro-batch over all layers."""
@@ -68,24 +72,24 @@ class Estimator:
     def __init__(self, costs: ModelCosts, machine: Machine) -> None:
         self.costs = costs
         self.machine = machine
-        self._batches: dict[tuple[float, int, bool], MeasuredBatch] = {}
-        self._partitions: dict[tuple[float, int, bool, int], tuple[int, ...]] = {}
+        self._batches: dict[_Key, MeasuredBatch] = {}
+        self._partitions: dict[tuple[_Key, int], tuple[int, ...]] = {}
         self._schedules: dict[tuple[str, int, int, int], Schedule] = {}
         self._in_flight: dict[tuple[str, int, int, int], list[Flights]] = {}
-        self._sums: dict[tuple[float, int, bool], _Sums] = {}
+        self._sums: dict[_Key, _Sums] = {}
         self._makespans: dict[Layout, float] = {}
 
     def batch(self, layout: Layout) -> MeasuredBatch:
         """Returns the costs of one micro-batch of a layout, without messages."""
-        key = (layout.microbatch_size, layout.mesh.tp, layout.recomputes)
+        size, tp, recomputes, in_turns = key = _key(layout)
         if key not in self._batches:
-            self._batches[key] = self.costs.at(key[0], key[1], recomputes=key[2])
+            found = self.costs.at(size, tp, recomputes=recomputes, in_turns=in_turns)
+            self._batches[key] = found
         return self._batches[key]
 
     def partition(self, layout: Layout) -> tuple[int, ...]:
         """Returns the partition whose slowest stage is fastest."""
-        size, tp, recomputes = layout.microbatch_size, layout.mesh.tp, layout.recomputes
-        key = (size, tp, recomputes, layout.num_stages)
+        key = (_key(layout), layout.num_stages)
         if key not in self._partitions:
             self._partitions[key] = self.batch(layout).step.best_cut(layout.num_stages)
         return self._partitions[key]
@@ -113,7 +117,7 @@ class Estimator:
         return max(layout.num_microbatches * sums.longest_seconds, mean * self.machine.crowding)
 
     def _sums_of(self, layout: Layout) -> _Sums:
-        key = (layout.microbatch_size, layout.mesh.tp, layout.recomputes)
+        key = _key(layout)
         if key not in self._sums:
             batch = self.batch(layout)
             step, layers = batch.step, batch.step.layers
@@ -370,6 +374,12 @@ class Estimator:
         if mesh.data_size == mesh.tp == 1:  # plain tensors
             return seconds
         return seconds + self.machine.update_seconds * self.costs.num_parameters * part
+
+
+def _key(layout: Layout) -> _Key:
+    # A single micro-batch is on one rank of a pipeline at a time.
+    in_turns = layout.mesh.pp > 1 and layout.num_microbatches == 1
+    return layout.microbatch_size, layout.mesh.tp, layout.recomputes, in_turns
 
 
 @cache

@@ -6,8 +6,9 @@ small micro-batch costs more per sample. Beyond the largest size they grow in pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from statistics import fmean
 from typing import Any, TypeVar
 
 from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
@@ -60,6 +61,7 @@ class ModelCosts:
         is_tied: Whether layers share parameters.
         whole_batches: Whether a batch must stay whole, as BatchNorm needs it.
         layers: The argument of :class:`.PipelineConfig` of this name that finds the layers.
+        waiting: How much longer layers take where ranks compute at the same time and meet.
 
     Raises:
         ValueError: There is no size, or sizes are of different layers.
@@ -73,6 +75,7 @@ class ModelCosts:
     is_tied: bool = False
     whole_batches: bool = False
     layers: str = "auto"
+    waiting: float = 1.0
 
     def __post_init__(self) -> None:
         """Checks the sizes."""
@@ -100,15 +103,25 @@ class ModelCosts:
         trained = sum(layer.parameter_bytes > 0 for layer in layers)
         return max(1, round(self.num_parameters / max(1, trained)))
 
-    def at(self, num_samples: float, tp: int = 1, *, recomputes: bool = False) -> MeasuredBatch:
+    def at(
+        self,
+        num_samples: float,
+        tp: int = 1,
+        *,
+        recomputes: bool = False,
+        in_turns: bool = False,
+    ) -> MeasuredBatch:
         """Returns the costs of a micro-batch on tensor-parallel ranks, without their messages.
 
         Args:
             num_samples: Samples of the micro-batch.
             tp: Number of tensor-parallel ranks.
             recomputes: Whether layers keep their inputs only, and run again in the backward.
+            in_turns: Whether one rank computes at a time, so that none waits for a slower one.
         """
         found = self._between(num_samples)
+        if not in_turns:
+            found = replace(found, step=found.step.times(self.waiting))
         layers = list(found.step.layers)
         if tp > 1:
             shares = self.tensor[tp].shares
@@ -130,29 +143,36 @@ class ModelCosts:
         return _blend(below, above, share)
 
 
-def slowest(costs: Sequence[ModelCosts]) -> ModelCosts:
-    """Returns the costs of one model on ranks that wait for each other in each layer.
+def averaged(costs: Sequence[ModelCosts]) -> ModelCosts:
+    """Returns the mean costs of one model on several ranks, with what they wait for each other.
 
-    Times vary from rank to rank and from moment to moment, and the slowest one counts.
+    Times vary from rank to rank and from moment to moment. Ranks that meet in each layer take as
+    long as the slowest one.
 
     Args:
         costs: The costs on each rank, at the same sizes; one or more.
     """
-    first = costs[0]
-    same_batches = zip(*(each.batches for each in costs), strict=True)
-    return replace(first, batches=tuple(map(_slowest_batch, same_batches)))
+    same_batches = [*zip(*(each.batches for each in costs), strict=True)]
+    mean, slowest = (
+        replace(costs[0], batches=tuple(_combined(same, how) for same in same_batches))
+        for how in (fmean, max)
+    )
+    times = [sum(b.step.compute_seconds for b in each.batches) for each in (mean, slowest)]
+    return replace(mean, waiting=times[1] / times[0] if times[0] else 1.0)
 
 
-def _slowest_batch(batches: Sequence[MeasuredBatch]) -> MeasuredBatch:
+def _combined(
+    batches: Sequence[MeasuredBatch], how: Callable[[Iterable[float]], float]
+) -> MeasuredBatch:
+    def of(same: Sequence[_Costs], names: Sequence[str]) -> _Costs:
+        return replace(
+            same[0], **{name: how([getattr(each, name) for each in same]) for name in names}
+        )
+
     steps = [batch.step for batch in batches]
     both, own = ("forward_seconds", "backward_seconds"), (*_STEP_FIELDS, "update_seconds")
-    same_layers = zip(*(step.layers for step in steps), strict=True)
-    layers = tuple(_with_largest(same, both) for same in same_layers)
-    return replace(batches[0], step=replace(_with_largest(steps, own), layers=layers))
-
-
-def _with_largest(same: Sequence[_Costs], names: Sequence[str]) -> _Costs:
-    return replace(same[0], **{name: max(getattr(each, name) for each in same) for name in names})
+    layers = tuple(of(same, both) for same in zip(*(step.layers for step in steps), strict=True))
+    return replace(batches[0], step=replace(of(steps, own), layers=layers))
 
 
 _FIXED = ("parameter_bytes", "resident_bytes", "version_bytes")  # of any micro-batch

@@ -86,6 +86,16 @@ def test_each_micro_batch_takes_a_stage_of_its_host() -> None:
     assert slower.step_seconds == pytest.approx(found.step_seconds + (4 + 1) * 0.5)
 
 
+def test_a_single_micro_batch_does_not_make_ranks_wait_for_slower_ones() -> None:
+    for count, waits in ((1, False), (2, True)):
+        layout = Layout(MeshShape(pp=2), 2, num_microbatches=count, partition=(2, 2))
+        alike, unlike = (
+            Estimator(replace(model(), waiting=waiting), Machine(2, 1e9)).estimate(layout)
+            for waiting in (1.0, 1.5)
+        )
+        assert unlike.step_seconds == (1.5 if waits else 1.0) * alike.step_seconds
+
+
 def test_ranks_that_share_cores_take_turns_with_what_their_host_does() -> None:
     layout = Layout(MeshShape(pp=4), 8, num_microbatches=8, partition=(1, 1, 1, 1))
     shared = [

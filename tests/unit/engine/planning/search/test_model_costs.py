@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
-from lightning_dist.engine.planning.search.model_costs import ModelCosts, slowest
+from lightning_dist.engine.planning.search.model_costs import ModelCosts, averaged
 from tests.unit.engine.planning.search.models import measured, model
 
 
@@ -49,12 +50,21 @@ def test_sizes_that_do_not_rise() -> None:
         ModelCosts((measured(1, 3), measured(4, 4)))
 
 
-def test_each_layer_counts_on_the_rank_where_it_is_slowest() -> None:
+def test_ranks_wait_for_the_slowest_in_each_layer_unless_they_take_turns() -> None:
     ranks = [model(seed=1), model(seed=2)]
-    found = slowest(ranks)
+    found = averaged(ranks)
+    mean = slowest = 0.0
     for batch, *same in zip(found.batches, *(costs.batches for costs in ranks), strict=True):
         for index, layer in enumerate(batch.step.layers):
             both = [each.step.layers[index] for each in same]
-            assert layer.forward_seconds == max(each.forward_seconds for each in both)
-            assert layer.backward_seconds == max(each.backward_seconds for each in both)
+            assert layer.forward_seconds == fmean(each.forward_seconds for each in both)
+            assert layer.backward_seconds == fmean(each.backward_seconds for each in both)
             assert layer.parameter_bytes == both[0].parameter_bytes
+            mean += layer.seconds
+            slowest += max(each.seconds for each in both)
+    assert found.waiting == pytest.approx(slowest / mean)
+    assert found.waiting > 1.1
+    alone, together = (found.at(1, in_turns=in_turns).step for in_turns in (True, False))
+    assert together == alone.times(found.waiting)
+    assert alone.layers == found.batches[0].step.layers
+    assert together.update_seconds == pytest.approx(4.0 * found.waiting)
