@@ -16,7 +16,6 @@ from typing import TypeVar
 from lightning_dist.engine.planning.partition import MemoryLimit, partition_layers
 from lightning_dist.engine.schedules.simulator import StageCosts
 
-
 _Costs = TypeVar("_Costs", "LayerCosts", "StepCosts")
 
 

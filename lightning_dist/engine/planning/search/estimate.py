@@ -34,7 +34,6 @@ from lightning_dist.engine.schedules.registry import build_schedule, find_schedu
 from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.simulator import StageCosts, makespan_seconds
 
-
 _Key = tuple[float, int, bool, bool]
 """What the costs of a micro-batch depend on."""
 

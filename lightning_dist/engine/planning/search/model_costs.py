@@ -165,9 +165,8 @@ def _combined(
     batches: Sequence[MeasuredBatch], how: Callable[[Iterable[float]], float]
 ) -> MeasuredBatch:
     def of(same: Sequence[_Costs], names: Sequence[str]) -> _Costs:
-        return replace(
-            same[0], **{name: how([getattr(each, name) for each in same]) for name in names}
-        )
+        found: dict[str, Any] = {n: how([getattr(each, n) for each in same]) for n in names}
+        return replace(same[0], **found)
 
     steps = [batch.step for batch in batches]
     both, own = ("forward_seconds", "backward_seconds"), (*_STEP_FIELDS, "update_seconds")
