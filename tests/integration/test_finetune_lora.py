@@ -13,6 +13,9 @@ import torch
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.engine.checkpoint.files import load_full
+from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
+from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
+from lightning_dist.engine.tensors.dtensor import is_dtensor
 from recipes.docstring_data import DocstringDataModule
 from recipes.docstrings import Docstring, load_docstrings
 from tests.helpers.networks.models import make_trainer
@@ -23,7 +26,11 @@ from tests.integration.test_finetune_bert import STRATEGIES, Losses, given
 peft = pytest.importorskip("peft", reason="peft, of the extra `lora`, is not installed")
 
 FOUND = {**STRATEGIES, "stages": lambda: PipelineStrategy(num_microbatches=2)}
-TRAINED = 2 * 2 * 2 + 2  # in each of two layers two matrices of query and value; the classifier
+FIRST = "base_model.model.encoder.layer.0"
+# Layers that are cut by output features (query, value, the MLP's first) and by input features.
+TARGETS = ("query", "value", "dense")
+ADAPTERS = 2 * 5 * 2  # in each of two layers two matrices for each of five projections
+TRAINED = ADAPTERS + 2  # the classifier
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +47,8 @@ def build(folder: str, **options: Any) -> Any:
     from recipes.finetune_lora import LoraClassifier
 
     torch.manual_seed(7)
-    module = LoraClassifier(folder, dropout=0.0, learning_rate=1e-2, warmup_steps=0, **options)
-    return module.double()
+    given: dict[str, Any] = {"targets": TARGETS, "dropout": 0.0, "learning_rate": 1e-2}
+    return LoraClassifier(folder, warmup_steps=0, **given | options).double()
 
 
 def finetune(
@@ -53,8 +60,8 @@ def finetune(
     steps: int,
     saved: str,
     loaded: str | None,
-) -> tuple[list[float], int]:
-    """Trains; gives the losses, and the number of elements in the optimizer's state."""
+) -> tuple[list[float], int, int]:
+    """Trains; gives the losses, the number of parameters in the optimizer, and of those cut."""
     losses = Losses()
     trainer = make_trainer(
         devices=num_ranks,
@@ -71,7 +78,8 @@ def finetune(
         trainer.fit(build(folder), data, ckpt_path=loaded)
         trainer.save_checkpoint(saved)
     (optimizer,) = trainer.optimizers
-    return losses.values, sum(len(group["params"]) for group in optimizer.param_groups)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    return losses.values, len(trained), sum(map(is_dtensor, trained))
 
 
 def twice(
@@ -90,10 +98,12 @@ def twice(
         saved = directory / f"{steps}.ckpt"
         arguments = docstrings, folder, name, num_ranks, share, steps, str(saved), before
         results = workers.run(num_ranks, finetune, *arguments)
-        parts = torch.tensor([of for of, _ in results], dtype=torch.float64)
+        parts = torch.tensor([of for of, _, _ in results], dtype=torch.float64)
         losses += parts.mean(dim=0).tolist()
-        held = [trained for _, trained in results]
+        held = [trained for _, trained, _ in results]
         assert sum(held) == TRAINED if name == "stages" else set(held) == {TRAINED}
+        if name == "tp":  # of each adapter one matrix, beside the base's, which is cut as well
+            assert {num_cut for _, _, num_cut in results} == {ADAPTERS // 2}
         before = str(saved)
     return losses, saved
 
@@ -110,7 +120,7 @@ def alone(
     return losses, saved
 
 
-@pytest.mark.some("fsdp-2-2")  # of stages: test_quantised_base.py
+@pytest.mark.some("tp-2-1")  # of stages: test_quantised_base.py
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_replicas"),
     [("ddp", 2, 2), ("fsdp", 2, 2), ("tp", 2, 1), ("stages", 2, 1), ("mesh", 4, 2)],
@@ -162,3 +172,27 @@ def test_adapters_of_another_base_or_other_layers_are_refused(
     other = {**checkpoint, "lora_base": "another"}
     with pytest.raises(ValueError, match="trained on another base"):
         module.on_load_checkpoint(other)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}], ids=str)
+def test_layers_with_other_adapters_stay_whole(folder: str, options: dict[str, bool]) -> None:
+    plain, adapted = (find_plan(adapt(folder, **given), 2).styles for given in ({}, options))
+    assert {name for name in plain if name not in adapted} == {
+        name for name in plain if ".attention." in name
+    }
+    assert any(".attention." in name for name in plain)
+    assert any(".intermediate." in name for name in adapted)
+
+
+def test_a_head_with_adapters_is_not_gathered(folder: str) -> None:
+    with pytest.raises(ValueError, match="nn.Linear without adapters"):
+        resolve_plan(adapt(folder), {f"{FIRST}.attention.self.query": "colwise_gather"})
+
+
+def adapt(folder: str, **options: Any) -> Any:
+    from recipes.minilm import load_encoder
+
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft and transformers
+        return peft.get_peft_model(load_encoder(folder, 0.0), config)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +217,7 @@ class TensorParallelModule:
         return any(name == block or name.startswith(f"{block}.") for block in self._blocks)
 
     def _place(self, layer: nn.Module, name: str, placement: Placement) -> None:
-        whole = getattr(layer, name)
+        whole: Any = layer.get_parameter(name)
         if is_dtensor(whole):  # tied to one that came before
             if whole.placements != (placement,):
                 raise ValueError(

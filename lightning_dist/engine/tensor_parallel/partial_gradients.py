@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensor_parallel.layers.projection import is_projection
+from lightning_dist.engine.tensor_parallel.layers.projection import is_projection, projection_name
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 
 
@@ -27,8 +27,14 @@ def find_partial_gradients(
         parts = path.split(".")
         ancestors = {".".join(parts[: i + 1]) for i in range(len(parts))}
         is_local = any(styles.get(ancestor) is Style.LOCAL for ancestor in ancestors)
-        is_stacked_bias = attribute == "bias" and styles.get(path) is Style.COLWISE
-        if is_local or is_stacked_bias or is_in_block(name):
+        projection = projection_name(path)
+        style = styles.get(projection)
+        is_stacked_bias = attribute == "bias" and style is Style.COLWISE
+        # The matrix of an adapter that is not cut, beside one that is.
+        ends = path.removeprefix(projection).split(".")[1:2]
+        is_beside = ends == ["lora_A"] if style is Style.COLWISE else ends == ["lora_B"]
+        is_adapter = style is not None and style.cuts_a_matrix and is_beside
+        if is_local or is_stacked_bias or is_adapter or is_in_block(name):
             found.append(name)
     return found
 
@@ -61,7 +67,8 @@ def check_tied(module: nn.Module, styles: Mapping[str, Style], cuts: Collection[
     for path, part in module.named_modules():
         computes = is_projection(part) or isinstance(part, nn.Embedding)
         weight = part._parameters.get("weight")
-        if computes and path not in styles and weight is not None and weight in cut:
+        is_named = path in styles or projection_name(path) in styles
+        if computes and not is_named and weight is not None and weight in cut:
             other = cut[weight].rpartition(".")[0]
             style = "vocab" if isinstance(part, nn.Embedding) else "colwise_gather"
             raise ValueError(

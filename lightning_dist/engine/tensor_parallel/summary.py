@@ -14,7 +14,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_dist.engine.common.names import shorten, with_stars
 from lightning_dist.engine.common.table import draw_table
-from lightning_dist.engine.tensor_parallel.layers.projection import is_projection
+from lightning_dist.engine.tensor_parallel.layers.projection import (
+    is_adapted,
+    is_projection,
+    projection_name,
+)
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensors.dtensor import local_part, stacked_dim
 from lightning_dist.engine.tensors.module_tree import original_class
@@ -77,7 +81,8 @@ def left_whole(
     module: nn.Module, styles: Mapping[str, Style], reasons: Mapping[str, str]
 ) -> list[WholePart]:
     """Lists the parts that a plan leaves whole, in the order of the model."""
-    counted = {p for name in styles for p in module.get_submodule(name).parameters(recurse=False)}
+    named = map(module.get_submodule, styles)
+    counted = {p for part in named for p in part.parameters(recurse=is_adapted(part))}
     sizes: dict[tuple[str, str], int] = {}  # by pattern and reason
     for name, part in module.named_modules():
         own = set(part.parameters(recurse=False)) - counted
@@ -201,7 +206,8 @@ def summarise(
     """Returns the summary of a sharded module."""
     rows: Counter[TensorRow] = Counter()
     for name, parameter in module.named_parameters():
-        style, own = styles.get(name.rpartition(".")[0]), local_part(parameter)
+        path, own = name.rpartition(".")[0], local_part(parameter)
+        style = styles.get(path) or styles.get(projection_name(path))
         row = TensorRow(
             pattern=with_stars(name),
             count=1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +21,9 @@ from lightning_dist.engine.tensor_parallel.layers import activations
 from lightning_dist.engine.tensor_parallel.layers.graph_check import ShardedActivationCheck
 from lightning_dist.engine.tensor_parallel.layers.own_width import behind
 from lightning_dist.engine.tensor_parallel.layers.projection import (
+    cut_parts,
     input_dim,
+    is_adapted,
     is_projection,
     look_up,
     output_dim,
@@ -140,32 +143,53 @@ def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, P
     """Returns the placements of a layer's sharded parameters by name, before it is changed."""
     if style is Style.VOCAB:
         return {"weight": Shard(0)}
-    if not is_projection(layer):
+    if not is_projection(layer) or not style.cuts_a_matrix:
         return {}
-    if style.sums_up:
-        return {"weight": Shard(input_dim(layer))}
-    if not style.takes_whole_input:
-        return {}
-    if num_stacked > 1:
-        return {"weight": stacked(output_dim(layer), num_stacked)}
-    cuts: dict[str, Placement] = {"weight": Shard(output_dim(layer))}
-    return cuts if layer.bias is None else {**cuts, "bias": Shard(0)}
+    cuts: dict[str, Placement] = {}
+    for path, part in cut_parts(layer, by_output=not style.sums_up).items():
+        prefix = f"{path}." if path else ""
+        if style.sums_up:
+            cuts[f"{prefix}weight"] = Shard(input_dim(part))
+        elif num_stacked > 1:
+            cuts[f"{prefix}weight"] = stacked(output_dim(part), num_stacked)
+        else:
+            cuts[f"{prefix}weight"] = Shard(output_dim(part))
+            if part.bias is not None:
+                cuts[f"{prefix}bias"] = Shard(0)
+    return cuts
+
+
+def _with_shards(
+    layer: nn.Linear, bias: Callable[[nn.Linear], Tensor | None], *, by_output: bool
+) -> Callable[[Tensor], Tensor]:
+    """Returns what computes with this rank's shards of a projection."""
+
+    def compute(part: nn.Linear, x: Tensor) -> Tensor:
+        return project(part, x, local_part(part.weight), bias(part))
+
+    if not is_adapted(layer):
+        return partial(compute, layer)
+    for part in cut_parts(layer, by_output=by_output).values():
+        part.forward = _SpreadForward(partial(compute, part))  # type: ignore[method-assign, assignment]
+    return partial(type(layer).forward, layer)
 
 
 def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> None:
     """Makes each rank compute some of a layer's output features."""
     mesh = entry.region.mesh
 
-    def bias() -> Tensor | None:
-        if layer.bias is None or is_dtensor(layer.bias):
-            return None if layer.bias is None else local_part(layer.bias)
-        parts = layer.bias.view(num_stacked, mesh.size(), -1)
+    def bias(part: nn.Linear) -> Tensor | None:
+        if part.bias is None or is_dtensor(part.bias):
+            return None if part.bias is None else local_part(part.bias)
+        parts = part.bias.view(num_stacked, mesh.size(), -1)
         return parts[:, mesh.get_local_rank()].reshape(-1)
+
+    compute = _with_shards(layer, bias, by_output=True)
 
     def forward(x: Tensor) -> Tensor:
         weight, x = local_part(layer.weight), behind(x)
         _check_width(name, x, weight.shape[input_dim(layer)], "takes what all ranks have")
-        features = project(layer, entry(x), weight, bias())
+        features = compute(entry(x))
         entry.region.begin(features, name, training=layer.training)
         return features
 
@@ -209,12 +233,14 @@ def _check_width(name: str, x: Tensor, width: int, takes: str) -> None:
 
 def rowwise(layer: nn.Linear, name: str, region: Region) -> None:
     """Makes each rank sum over its own input features, and all-reduces the sums."""
+    compute = _with_shards(layer, lambda _: None, by_output=False)
 
     def forward(x: Tensor) -> Tensor:
-        region.end()
         weight = local_part(layer.weight)
         _check_width(name, x, weight.shape[input_dim(layer)], "takes each rank's own features")
-        summed = region.leave(project(layer, x, weight, None))
+        own = compute(x)  # in the region: the dropout of an adapter meets the rank's own features
+        region.end()
+        summed = region.leave(own)
         return summed if layer.bias is None else summed + layer.bias
 
     layer.forward = _SpreadForward(forward, region.crossings)  # type: ignore[method-assign, assignment]

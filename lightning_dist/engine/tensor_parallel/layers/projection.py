@@ -1,10 +1,14 @@
 """Layers that can be sharded by rows or columns: ``nn.Linear``, GPT-2's ``Conv1D``, embeddings.
 
-The matrix of a ``Conv1D`` is transposed: its rows are the input features.
+The matrix of a ``Conv1D`` is transposed: its rows are the input features. Either can have low-rank
+adapters by peft beside it, ``base(x) + scale * lora_B(lora_A(x))``, and is one projection with
+them: ``lora_B`` is cut like the base by output features, or ``lora_A`` by input features. The other
+one stays whole, with partial gradients, so that an adapter needs no collective in a step.
 """
 
 from __future__ import annotations
 
+import re
 from copy import copy
 from typing import Any, TypeGuard
 
@@ -43,6 +47,8 @@ def look_up(table: nn.Embedding, tokens: Tensor, rows: Tensor, first: int) -> Te
 
 def is_projection(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Returns whether a module can be sharded by rows or columns."""
+    if is_adapted(module):
+        return True
     if "weight" not in module._parameters:  # computed, by a parametrization
         return False
     if isinstance(module, nn.Linear):
@@ -54,7 +60,43 @@ def is_projection(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Returns whether a module has a forward of its own instance, as adapters set it."""
-    return "forward" in vars(module)
+    parts = module.modules() if is_adapted(module) else (module,)
+    return any("forward" in vars(part) for part in parts)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Returns whether a module is a projection with low-rank adapters by peft."""
+    # By name, for peft need not be installed. Its other layers compute something else.
+    kind = type(module)
+    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear"):
+        return False
+    ends = map(module.get_submodule, ("lora_A", "lora_B"))
+    adapters = [adapter for end in ends for adapter in end.children()]
+    are_plain = all(is_projection(part) for part in (module.get_submodule("base_layer"), *adapters))
+    # A variant, as DoRA, has a forward of its own. A bias of lora_B would be added on each rank.
+    has_variant = bool(vars(module).get("lora_variant"))
+    return are_plain and not has_variant and all(part.bias is None for part in adapters)
+
+
+def projection_name(path: str) -> str:
+    """Returns the name of the projection that a layer is, or that it is a part of."""
+    return re.sub(r"\.(base_layer|lora_[AB]\.[^.]+)$", "", path)
+
+
+def cut_parts(layer: nn.Module, *, by_output: bool) -> dict[str, nn.Linear]:
+    """Returns the layers whose matrices are cut with a projection, by their paths inside of it.
+
+    Args:
+        layer: A projection. One without adapters is its only part, with an empty path.
+        by_output: Whether output features are cut, or else input features.
+    """
+    base: Any = layer._modules.get("base_layer")
+    if base is None:
+        assert is_projection(layer)
+        return {"": layer}
+    end = "lora_B" if by_output else "lora_A"
+    adapters: Any = layer.get_submodule(end).named_children()
+    return {"base_layer": base} | {f"{end}.{name}": adapter for name, adapter in adapters}
 
 
 def output_dim(layer: nn.Module) -> int:
@@ -98,5 +140,6 @@ def _size(layer: nn.Module, dim: int) -> int:
 
 
 def _lies_across(module: nn.Module) -> bool:
+    module = module._modules.get("base_layer") or module
     # By name, for transformers need not be installed.
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)

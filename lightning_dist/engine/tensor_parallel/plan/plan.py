@@ -13,6 +13,7 @@ from torch import nn
 from lightning_dist.engine.common.names import fits, nearest, shorten, with_stars
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     has_own_forward,
+    is_adapted,
     is_projection,
     is_token_table,
 )
@@ -71,6 +72,8 @@ def _check_kind(name: str, layer: nn.Module, style: Style) -> None:
         wanted = "an nn.Embedding without max_norm, scale_grad_by_freq and sparse"
     elif style.cuts_a_matrix:
         is_right, wanted = is_projection(layer), "a plain nn.Linear"
+        if style is Style.COLWISE_GATHER and is_adapted(layer):
+            is_right, wanted = False, "an nn.Linear without adapters, such as its base_layer"
     else:
         return
     if has_own_forward(layer):

@@ -11,7 +11,7 @@ computes with the width of all heads, that is a flaw, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -23,9 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.tensor_parallel.layers.own_width import behind
 from lightning_dist.engine.tensor_parallel.layers.projection import (
+    cut_parts,
     has_own_forward,
     input_dim,
     input_size,
+    is_adapted,
     is_projection,
     output_dim,
     project,
@@ -272,8 +274,14 @@ class _Run:
 
 
 def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | None) -> None:
+    base = _layer(layer, "base_layer") if is_adapted(layer) else layer
+    compute = partial(_without_bias, base)
+    if base is not layer:
+        base.forward = compute  # type: ignore[method-assign]
+        compute = partial(type(layer).forward, layer)
+
     def forward(x: Tensor) -> Tensor:
-        sums.append(project(layer, x, layer.weight, None))
+        sums.append(compute(x))
         given = sums[-1] if whole is None else whole[len(sums) - 1]
         return given.clone() if layer.bias is None else given + layer.bias
 
@@ -296,13 +304,17 @@ def _part(
             continue
         num_stacked = stacks.get(own_name, 1)
         layer = _layer(part, own_name)
-        dim = input_dim(layer) if style.sums_up else output_dim(layer)
-        weight = _piece(layer.weight, dim, num_stacked, tp_size, rank)
-        if style.sums_up:
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-            continue
-        bias = None if layer.bias is None else _piece(layer.bias, 0, num_stacked, tp_size, rank)
-        layer.forward = partial(_project, layer, weight, bias)  # type: ignore[method-assign]
+        for cut in cut_parts(layer, by_output=not style.sums_up).values():
+            dim = input_dim(cut) if style.sums_up else output_dim(cut)
+            weight = _piece(cut.weight, dim, num_stacked, tp_size, rank)
+            if style.sums_up:
+                cut.weight = nn.Parameter(weight, requires_grad=False)
+                continue
+            bias = None if cut.bias is None else _piece(cut.bias, 0, num_stacked, tp_size, rank)
+            cut.forward = partial(_project, cut, weight, bias)  # type: ignore[method-assign]
+        if is_adapted(layer) and not style.sums_up:
+            whole = partial(type(layer).forward, layer)
+            layer.forward = _behind(whole)  # type: ignore[method-assign, assignment]
     for parent, width in features.items():
         keep_own_heads(part.get_submodule(parent), width, tp_size)
         path = f"{name}.{parent}" if parent else name
@@ -316,6 +328,14 @@ def _note_calls(part: nn.Module, name: str, inner: list[str]) -> list[RemovableH
 
     begin = part.register_forward_pre_hook(lambda *_: inner.append(name))
     return [begin, part.register_forward_hook(end)]
+
+
+def _behind(compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: compute(behind(x))
+
+
+def _without_bias(layer: nn.Linear, x: Tensor) -> Tensor:
+    return project(layer, x, layer.weight, None)
 
 
 def _project(layer: nn.Linear, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ from torch import nn
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     has_own_forward,
     input_size,
+    is_adapted,
     is_projection,
     is_token_table,
     output_size,
+    projection_name,
 )
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 
@@ -101,8 +103,9 @@ def _find_head(module: nn.Module, table: nn.Embedding, taken: Collection[str]) -
         name
         for name, part in module.named_modules()
         if is_projection(part)
+        and not is_adapted(part)  # its base is found
         and not has_own_forward(part)
-        and name not in taken
+        and projection_name(name) not in taken
         and output_size(part) == table.num_embeddings
         and input_size(part) == table.embedding_dim
     ]
