@@ -76,8 +76,10 @@ def run_export(options: argparse.Namespace) -> str:
     if not scratch.is_dir():
         raise ValueError(f"There is no directory {scratch}. Create it first.")
     checkpoint = load_mapped(options.source, scratch, weights_only=not options.unpickle)
-    module = _build(options, checkpoint) if options.module else None
     state = checkpoint["state_dict"]
+    if options.module or options.format == "hf":
+        _check_base(state, options.source)
+    module = _build(options, checkpoint) if options.module else None
     export = Export(_select(state, options), checkpoint, module, options)
     temporary = directory.temporary_name(target)
     directory.remove(temporary)
@@ -89,6 +91,17 @@ def run_export(options: argparse.Namespace) -> str:
         f"{len(export.weights) - num_tied} tensors. {num_tied} more names are tied to one of them,"
         f" {num_left} entries of the checkpoint were left out"
     )
+
+
+def _check_base(state: Mapping[str, Any], source: str) -> None:
+    """Checks that low-rank adapters have their base beside them."""
+    adapter = next((name for name in state if ".lora_A." in name), None)
+    if adapter is not None and not any(".base_layer." in name for name in state):
+        raise ValueError(
+            f"{source} has adapters without their base, such as {adapter!r}. Load them in your"
+            " module, call `merge_and_unload()` of its peft model, and save its whole state; or"
+            " export the adapters alone, as safetensors or torch and without --module."
+        )
 
 
 def _select(state: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Tensor]:

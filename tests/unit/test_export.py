@@ -199,6 +199,8 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     by_command = tmp_path / "by_command.ckpt"  # of Lightning's command line, which notes the class
     hyperparameters = {"_class_path": "tests.unit.test_export.Tied", "_instantiator": INSTANTIATOR}
     torch.save({"state_dict": {}, "hyper_parameters": hyperparameters}, by_command)
+    adapters = tmp_path / "adapters.ckpt"
+    torch.save({"state_dict": {"model.q.lora_A.default.weight": torch.ones(1)}}, adapters)
     kind = ("--format", "safetensors")
     assert "add --force" in refusal(capsys, source, target, *kind)
     forced = (target, "--force", *kind)
@@ -208,6 +210,8 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "begins with --prefix 'net.'": (source, *forced, "--prefix", "net."),
         "another model than GPT": (other, "--unpickle", *checked),
         "another model than GPT: The class": (by_command, *checked),
+        "adapters without their base": (adapters, *checked),
+        "such as 'model.q.lora_A": (adapters, *forced[:-1], "hf", "--config", tmp_path),
         "has no config.json": (source, *forced[:-1], "hf", "--config", tmp_path),
         "has no attribute 'Other'": (source, *forced, "--module", "recipes.gpt:Other"),
         "nor a directory": (tmp_path / "none.ckpt", *forced),
