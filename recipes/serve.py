@@ -23,6 +23,7 @@ from recipes.generate import generate, load_exported
 
 MOST_BYTES = 1024
 MOST_TOKENS = 512
+_INSTALL = "Use `pip install 'lightning-dist[serve]'`."
 
 
 def make_app(model: nn.Module, most_waiting: int = 32) -> Any:
@@ -46,9 +47,7 @@ def make_app(model: nn.Module, most_waiting: int = 32) -> Any:
         from fastapi import FastAPI, HTTPException
         from pydantic import BaseModel, Field
     except ImportError as error:
-        raise ImportError(
-            "The server needs FastAPI. Use `pip install 'lightning-dist[serve]'`."
-        ) from error
+        raise ImportError(f"The server needs FastAPI. {_INSTALL}") from error
 
     class Request(BaseModel, extra="forbid", strict=True):
         prompt: str = Field(min_length=1, max_length=MOST_BYTES)
@@ -92,8 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     try:
-        app = make_app(load_exported(options.model), options.most_waiting)
         import uvicorn
+    except ImportError:
+        parser.error(f"The server needs uvicorn. {_INSTALL}")
+    try:
+        app = make_app(load_exported(options.model), options.most_waiting)
     except (ImportError, ValueError) as error:
         parser.error(str(error))
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")

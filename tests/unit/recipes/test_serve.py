@@ -79,6 +79,10 @@ def test_a_missing_extra_is_named(
     with pytest.raises(SystemExit):
         serve.main([str(tmp_path / "none")])
     assert "There is no file" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(SystemExit):
+        serve.main([str(tmp_path / "none")])
+    assert "uvicorn. Use `pip install 'lightning-dist[serve]'`" in capsys.readouterr().err
 
 
 @pytest.mark.long
