@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
+try:
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+except ImportError as error:
+    raise ImportError(
+        "The bag of words is scikit-learn's. Use `pip install 'lightning-dist[recipes]'`."
+    ) from error
 
 _INVERSE_PENALTIES = (1.0, 10.0, 100.0)
 

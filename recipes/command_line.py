@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -76,6 +77,19 @@ class RecipeCLI(LightningCLI):
             default=False,
             help="Test the best checkpoint once training is over.",
         )
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Builds model, data and trainer; a missing package ends the process with its name."""
+        try:
+            super().instantiate_classes()
+        except Exception as error:  # of the parser, on top of what its causes say
+            cause: BaseException | None = error
+            while not isinstance(cause, ImportError | None):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            sys.exit(f"error: {cause}")
 
     @override
     def before_instantiate_classes(self) -> None:

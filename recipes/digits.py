@@ -12,11 +12,17 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
+
+try:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+except ImportError as error:
+    raise ImportError(
+        "The digits are scikit-learn's. Use `pip install 'lightning-dist[recipes]'`."
+    ) from error
 
 NUM_CLASSES = 10
 VALIDATION_IMAGES = 240
