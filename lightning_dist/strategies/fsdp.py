@@ -9,15 +9,10 @@ the checkpoints.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Unpack
 
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
-from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import MeshShape, fill_axis
 from lightning_dist.engine.parallelize.shard_config import (
     ActivationCheckpointing,
@@ -29,7 +24,7 @@ from lightning_dist.engine.parallelize.shard_config import (
 from lightning_dist.engine.sharding.wrap import WrapPolicy
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
-from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
@@ -64,19 +59,7 @@ class FSDPStrategy(ShardedStrategy):
             there, with this option or without (since torch 2.13). All ranks must run the same units
             in a step. Ranks compare before each unit in the first few steps, and after each later
             step; with this option before each unit in all steps.
-        compression: Only ``"none"``; other strategies have more.
-        timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
-            writes the file if a rank holds the whole model.
-        async_save: Whether a thread writes checkpoints, from a copy in host memory, while training
-            goes on.
-        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
-        checkpoint_io, precision_plugin: As for any Lightning strategy.
-        process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
-            device's own. Control messages always go over gloo.
-        start_method: Only ``"popen"``, which runs the script once per device.
-        check_environment: What to do at the start if hosts have other versions, variables or
-            scripts: ``"warn"``, ``"error"`` or ``"off"``.
+        arguments: Those of all strategies, see :class:`.RunArguments`.
 
     Raises:
         ValueError: An argument is unknown, or two arguments exclude each other.
@@ -95,20 +78,8 @@ class FSDPStrategy(ShardedStrategy):
         meta_init: bool = True,
         compile: bool = False,
         find_unused_parameters: bool = False,
-        compression: Literal["none"] = "none",
-        timeout_s: float = 1800.0,
-        save_full: bool | None = None,
-        async_save: bool = False,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
-        check_environment: EnvironmentCheck = "warn",
+        **arguments: Unpack[RunArguments],
     ) -> None:
-        checks.check_compression(compression)
         if checks.keeps_parameters(shard, reshard_after_forward, sync_every_microstep):
             reshard_after_forward = False
             sync_every_microstep = shard == "gradients"
@@ -126,17 +97,7 @@ class FSDPStrategy(ShardedStrategy):
             ),
             TensorConfig(),
             meta_init,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout_s=timeout_s,
-            start_method=start_method,
-            check_environment=check_environment,
-            save_full=save_full,
-            async_save=async_save,
+            **arguments,
         )
         self._shard_size = shard_size
 

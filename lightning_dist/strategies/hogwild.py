@@ -9,23 +9,18 @@ sparse. Ranks meet at validation, checkpoints and ends of epochs, and nowhere el
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.common.table import format_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.data_parallel.shared_weights import SharedWeights
-from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
@@ -40,45 +35,14 @@ class HogwildStrategy(DataParallelStrategy):
     Args:
         max_lead: Batches that a rank may be ahead of the slowest one. A stop that a rank asks for
             comes as many batches later.
-        timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Write one ordinary ``.ckpt`` file, as None does too, or else a directory.
-        async_save: Whether a thread writes checkpoints, from a copy, while training goes on.
-        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
-        checkpoint_io, precision_plugin: As for any Lightning strategy.
-        start_method: Only ``"popen"``, which runs the script once per device.
-        check_environment: What to do at the start if processes have other versions, variables or
-            scripts: ``"warn"``, ``"error"`` or ``"off"``.
+        arguments: Those of all strategies, see :class:`.RunArguments`.
 
     Raises:
         ValueError: An argument is out of range.
     """
 
-    def __init__(
-        self,
-        max_lead: int = 64,
-        timeout_s: float = 1800.0,
-        save_full: bool | None = None,
-        async_save: bool = False,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        start_method: StartMethod = "popen",
-        check_environment: EnvironmentCheck = "warn",
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            timeout_s=timeout_s,
-            start_method=start_method,
-            check_environment=check_environment,
-            save_full=save_full,
-            async_save=async_save,
-        )
+    def __init__(self, max_lead: int = 64, **arguments: Unpack[RunArguments]) -> None:
+        super().__init__(**arguments)
         check_count("max_lead", max_lead)
         self._max_lead = max_lead
         self._shared: SharedWeights | None = None

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities import rank_zero_info
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
-from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import MeshShape, fill_mesh
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
@@ -30,8 +25,7 @@ from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.plan import Plan
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
-from lightning_dist.strategies.base.distributed import Read
-from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
@@ -72,21 +66,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
             replica, its shards and stages, steps by itself, and averages its weights with the other
             ones now and then.
         meta_init: Whether ``configure_model`` builds without memory, to be filled part by part.
-        timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
-            writes the file if a rank holds the whole model.
-        async_save: Whether a thread writes checkpoints, from a copy in host memory, while training
-            goes on.
-        read: Which ranks of a data replica read its batches. The ``"first"`` sends them to the
-            others, so that a run draws its data as one device would. With ``"each"``, all ranks of
-            a replica must draw the same.
-        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
-        checkpoint_io, precision_plugin: As for any Lightning strategy.
-        process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
-            device's own. Control messages always go over gloo.
-        start_method: Only ``"popen"``, which runs the script once per device.
-        check_environment: What to do at the start if hosts have other versions, variables or
-            scripts: ``"warn"``, ``"error"`` or ``"off"``.
+        arguments: Those of all strategies, see :class:`.RunArguments`.
 
     Raises:
         ValueError: An argument is unknown, or does not go with another.
@@ -103,41 +83,12 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         tensor: TensorConfig = TensorConfig(),  # noqa: B008
         local: LocalConfig = LocalConfig(),  # noqa: B008
         meta_init: bool = True,
-        timeout_s: float = 1800.0,
-        save_full: bool | None = None,
-        async_save: bool = False,
-        read: Read = "first",
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
-        check_environment: EnvironmentCheck = "warn",
+        **arguments: Unpack[RunArguments],
     ) -> None:
         checks.check_sizes(pp, dp_replicate, dp_shard, tp)
         checks.check_mesh(pp, tp, pipeline, shard)
         checks.check_local(local, dp_replicate)
-        super().__init__(
-            pipeline,
-            shard,
-            tensor,
-            meta_init,
-            local,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout_s=timeout_s,
-            start_method=start_method,
-            check_environment=check_environment,
-            save_full=save_full,
-            async_save=async_save,
-            read=read,
-        )
+        super().__init__(pipeline, shard, tensor, meta_init, local, **arguments)
         self._sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
 
     @classmethod

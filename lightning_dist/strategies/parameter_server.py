@@ -14,21 +14,17 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.common.table import format_count
 from lightning_dist.engine.comms.failures.peer_failure import Failure
@@ -45,8 +41,8 @@ from lightning_dist.engine.data_parallel.server.stops import Decisions, ServerDe
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
-from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
@@ -72,17 +68,7 @@ class ParameterServerStrategy(DataParallelStrategy):
             it has sent to each worker.
         compensation_strength: The strength of that.
         record_arrivals: Whether servers note the order of pushes and pulls; see :attr:`arrivals`.
-        timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Write one ordinary ``.ckpt`` file, as None does too, or else a directory.
-        async_save: Whether a thread writes checkpoints, from a copy in host memory, while training
-            goes on.
-        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
-        checkpoint_io, precision_plugin: As for any Lightning strategy.
-        process_group_backend: Backend of the first broadcast of the weights; None takes the
-            device's own. Gradients and weights travel over gloo.
-        start_method: Only ``"popen"``, which runs the script once per device.
-        check_environment: What to do at the start if hosts have other versions, variables or
-            scripts: ``"warn"``, ``"error"`` or ``"off"``.
+        arguments: Those of all strategies, see :class:`.RunArguments`.
 
     Raises:
         ValueError: An argument is unknown, out of range, or does not go with another one.
@@ -96,31 +82,9 @@ class ParameterServerStrategy(DataParallelStrategy):
         compensation: Compensation = "none",
         compensation_strength: float = 0.04,
         record_arrivals: bool = False,
-        timeout_s: float = 1800.0,
-        save_full: bool | None = None,
-        async_save: bool = False,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
-        check_environment: EnvironmentCheck = "warn",
+        **arguments: Unpack[RunArguments],
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout_s=timeout_s,
-            start_method=start_method,
-            check_environment=check_environment,
-            save_full=save_full,
-            async_save=async_save,
-        )
+        super().__init__(**arguments)
         self._options = ServerOptions(
             mode,
             max_staleness,

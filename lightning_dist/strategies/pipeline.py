@@ -15,19 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
-from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
@@ -52,11 +48,10 @@ from lightning_dist.engine.splitting.config import (
 from lightning_dist.engine.splitting.tracing.call import CallExample
 from lightning_dist.strategies.base import lightning_internals, model_checks
 from lightning_dist.strategies.base.callback_order import add_first_callback
-from lightning_dist.strategies.base.distributed import Read
+from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
-from lightning_dist.strategies.base.process_mesh import StartMethod
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime.data_parallel_checks import check_whole
@@ -117,21 +112,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             (``stash_bytes/stage_0``), of the newest update that all stages have made.
         log_discrepancy: Whether to log the change of a stage's weights ``w`` from a batch's forward
             to its update, ``||w_forward - w_now|| / ||w_now||`` (``weight_discrepancy/stage_0``).
-        timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
-            writes the file if a rank holds the whole model.
-        async_save: Whether a thread writes checkpoints, from a copy in host memory, while training
-            goes on.
-        read: Which ranks of a data replica read its batches. The ``"first"`` sends them to the
-            others, so that a run draws its data as one device would. With ``"each"``, all ranks of
-            a replica must draw the same.
-        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
-        checkpoint_io, precision_plugin: As for any Lightning strategy.
-        process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
-            device's own. Control messages always go over gloo.
-        start_method: Only ``"popen"``, which runs the script once per device.
-        check_environment: What to do at the start if hosts have other versions, variables or
-            scripts: ``"warn"``, ``"error"`` or ``"off"``.
+        arguments: Those of all strategies, see :class:`.RunArguments`.
 
     Raises:
         ValueError: An argument is unknown, or does not go with another.
@@ -151,18 +132,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         transport: Transport = "auto",
         log_staleness: bool = False,
         log_discrepancy: bool = False,
-        timeout_s: float = 1800.0,
-        save_full: bool | None = None,
-        async_save: bool = False,
-        read: Read = "first",
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
-        check_environment: EnvironmentCheck = "warn",
+        **arguments: Unpack[RunArguments],
     ) -> None:
         if num_stages != "auto":
             check_count("num_stages", num_stages, instead="'auto'")
@@ -178,21 +148,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
                 correction_steps=correction_steps,
                 transport=transport,
             )
-        super().__init__(
-            config,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout_s=timeout_s,
-            start_method=start_method,
-            check_environment=check_environment,
-            save_full=save_full,
-            async_save=async_save,
-            read=read,
-        )
+        super().__init__(config, **arguments)
         self._num_stages = num_stages
         self._num_microbatches = num_microbatches
         self._begun = BegunLoaders()

@@ -7,21 +7,15 @@ features. :mod:`.engine.tensor_parallel` has the parts; the user's steps see pla
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Unpack
 
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
-from lightning_dist.engine.common.environment import EnvironmentCheck
 from lightning_dist.engine.common.mesh_shape import MeshShape, fill_axis
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
-from lightning_dist.strategies.base.distributed import Read
-from lightning_dist.strategies.base.process_mesh import StartMethod
+from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
 
@@ -41,21 +35,7 @@ class TensorParallelStrategy(ShardedStrategy):
         loss_parallel: Whether to compute ``F.cross_entropy`` on each rank's part of the vocabulary;
             the whole logits then exist nowhere.
         meta_init: Whether ``configure_model`` builds without memory, to be filled part by part.
-        timeout_s: Seconds that a rank waits for another before it gives up.
-        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
-            writes the file if a rank holds the whole model.
-        async_save: Whether a thread writes checkpoints, from a copy in host memory, while training
-            goes on.
-        read: Which ranks of a data replica read its batches. The ``"first"`` sends them to the
-            others, so that a run draws its data as one device would. With ``"each"``, all ranks of
-            a replica must draw the same.
-        accelerator, parallel_devices, cluster_environment: As for any Lightning strategy.
-        checkpoint_io, precision_plugin: As for any Lightning strategy.
-        process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
-            device's own. Control messages always go over gloo.
-        start_method: Only ``"popen"``, which runs the script once per device.
-        check_environment: What to do at the start if hosts have other versions, variables or
-            scripts: ``"warn"``, ``"error"`` or ``"off"``.
+        arguments: Those of all strategies, see :class:`.RunArguments`.
 
     Raises:
         ValueError: An argument is unknown.
@@ -68,36 +48,14 @@ class TensorParallelStrategy(ShardedStrategy):
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
         meta_init: bool = True,
-        timeout_s: float = 1800.0,
-        save_full: bool | None = None,
-        async_save: bool = False,
-        read: Read = "first",
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        start_method: StartMethod = "popen",
-        check_environment: EnvironmentCheck = "warn",
+        **arguments: Unpack[RunArguments],
     ) -> None:
         super().__init__(
             PipelineConfig(),
             ShardConfig(),
             TensorConfig(plan, sequence_parallel, loss_parallel),
             meta_init,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout_s=timeout_s,
-            start_method=start_method,
-            check_environment=check_environment,
-            save_full=save_full,
-            async_save=async_save,
-            read=read,
+            **arguments,
         )
         self._tp_size = tp_size
 

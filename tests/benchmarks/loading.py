@@ -9,7 +9,6 @@ has images of 3 x 224 x 224 that cost nothing to read, so that only their way to
 from __future__ import annotations
 
 import argparse
-import inspect
 import statistics
 import time
 import zlib
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import PipelineStrategy
+from lightning_dist.strategies.base.distributed import Read
 from tests.benchmarks.quiet import quieten
 from tests.helpers.networks.models import make_trainer
 from tests.helpers.processes.workers import WorkerPool
@@ -100,14 +100,12 @@ class Clock(L.Callback):
 
 
 def on_rank(
-    stages: int, schedule: str, read: str, dataset: type[Compressed], side: int
+    stages: int, schedule: str, read: Read, dataset: type[Compressed], side: int
 ) -> tuple[float, float, float]:
     """Gives milliseconds of a batch, those spent in the dataset, and those of this rank's CPU."""
     quieten()
     data, clock = dataset(side, SLEEP_SECONDS), Clock()
-    takes = inspect.signature(PipelineStrategy).parameters
-    options: dict[str, Any] = {"read": read} if "read" in takes else {}
-    strategy = PipelineStrategy(num_stages=stages, schedule=schedule, num_microbatches=1, **options)
+    strategy = PipelineStrategy(num_stages=stages, schedule=schedule, num_microbatches=1, read=read)
     trainer = make_trainer(devices=stages, strategy=strategy, callbacks=[clock], barebones=False)
     torch.manual_seed(0)
     began = time.process_time()
@@ -122,7 +120,7 @@ def compare(
     pool: WorkerPool, turns: int, stages: int, schedule: str, dataset: type[Compressed], side: int
 ) -> list[str]:
     """Gives a row of a table."""
-    found: dict[str, list[tuple[float, float, float]]] = {"each": [], "first": []}
+    found: dict[Read, list[tuple[float, float, float]]] = {"each": [], "first": []}
     for _ in track(range(turns), f"{stages} stages, {schedule}", transient=True):
         for read, results in found.items():
             answers = pool.run(stages, on_rank, stages, schedule, read, dataset, side)

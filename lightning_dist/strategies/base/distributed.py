@@ -11,13 +11,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 from typing_extensions import override
@@ -54,17 +57,47 @@ Read = Literal["first", "each"]
 _NEVER = timedelta(days=365)
 
 
+class RunArguments(TypedDict, total=False):
+    """The arguments that all strategies have, besides their own.
+
+    Attributes:
+        timeout_s: Seconds that a rank waits for another before it gives up; 1800 by default.
+        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. By
+            default, None, the file is written if a rank holds the whole model.
+        async_save: Whether a thread writes checkpoints, from a copy in host memory, while training
+            goes on.
+        read: Which ranks of a data replica read its batches. By default the ``"first"`` sends them
+            to the others, so that a run draws its data as one device would. With ``"each"``, all
+            ranks of a replica must draw the same.
+        check_environment: What to do at the start if processes have other versions, variables or
+            scripts than rank 0, whose value of this argument counts: ``"warn"``, the default,
+            ``"error"`` or ``"off"``.
+        process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
+            device's own. Control messages always go over gloo.
+        accelerator: As for any Lightning strategy.
+        parallel_devices: As for any Lightning strategy.
+        cluster_environment: As for any Lightning strategy.
+        checkpoint_io: As for any Lightning strategy.
+        precision_plugin: As for any Lightning strategy.
+    """
+
+    timeout_s: float
+    save_full: bool | None
+    async_save: bool
+    read: Read
+    check_environment: EnvironmentCheck
+    process_group_backend: str | None
+    accelerator: Accelerator | None
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    checkpoint_io: CheckpointIO | None
+    precision_plugin: Precision | None
+
+
 class DistributedStrategy(ProcessMesh):
     """Base class; see the module's docstring.
 
-    Args:
-        save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. None
-            writes the file if a rank holds the whole model.
-        read: Which ranks of a data replica read its batches: the first, which sends them to the
-            others, or each.
-        check_environment: What to do at the start if processes have other versions, variables or
-            scripts than rank 0, whose value of this argument counts.
-        arguments: Arguments of :class:`.ProcessMesh`.
+    The arguments are those of :class:`.RunArguments`.
 
     Attributes:
         seed: Base of the random numbers; the same on all ranks.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -34,23 +34,11 @@ from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.launching.launcher import ScriptLauncher
 
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-
 
 class ProcessMesh(ParallelStrategy):
     """Base class; see the module's docstring.
 
-    Args:
-        accelerator: Kind of the devices.
-        parallel_devices: The devices of this host.
-        cluster_environment: The ranks, and the address of rank 0.
-        checkpoint_io: Writes and reads checkpoints.
-        precision_plugin: The precision of the steps.
-        process_group_backend: Backend of the groups for tensors of the device, such as ``"gloo"``
-            or ``"nccl"``; None takes the device's own. Control messages always go over gloo.
-        timeout_s: Seconds that a rank waits for another before it gives up.
-        start_method: Only ``"popen"``, which runs the script once per device: other launchers
-            return rank 0's weights only.
+    The arguments are those of :class:`.RunArguments`.
 
     Attributes:
         num_nodes: Number of hosts of the run; set by Lightning.
@@ -69,7 +57,6 @@ class ProcessMesh(ParallelStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
-        start_method: StartMethod = "popen",
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -80,11 +67,6 @@ class ProcessMesh(ParallelStrategy):
         )
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds.")
-        if start_method != "popen":
-            raise ValueError(
-                f"start_method={start_method!r} brings back the weights of rank 0 only, and each"
-                " rank has others. Use start_method='popen' in a script, or launch with torchrun."
-            )
         self.num_nodes = 1
         self._backend = process_group_backend
         self.timeout_seconds = timeout_s

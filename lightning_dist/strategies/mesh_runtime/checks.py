@@ -22,16 +22,6 @@ from lightning_dist.engine.tensors.dtensor import crashes_in_gathers, is_dtensor
 from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_hooks
 
 
-def check_compression(compression: str) -> None:
-    """Checks that gradients are to be sent uncompressed."""
-    if compression != "none":
-        raise ValueError(
-            f"compression={compression!r} is DDPStrategy's: shards of gradients are sent as they"
-            " are. To send less, train with precision='bf16-mixed' and reduce_dtype='bfloat16', or"
-            " use DDPStrategy."
-        )
-
-
 def keeps_parameters(
     shard: str, reshard_after_forward: bool | int | str, sync_every_microstep: bool
 ) -> bool:

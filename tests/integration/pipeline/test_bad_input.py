@@ -318,7 +318,6 @@ class Short(Classifier):
         ({"partition": []}, r"partition=\[\].*layers per stage"),
         ({"schedule": None}, "schedule=None.*'1f1b'"),
         ({"layers": 3}, "layers=3.*'auto'"),
-        ({"start_method": "spawn"}, "spawn.*popen"),
         ({"timeout_s": 0.0}, "timeout_s=0"),
     ],
 )

@@ -118,7 +118,6 @@ def test_what_hooks_of_all_ranks_change_changes_once(workers: WorkerPool) -> Non
     ("arguments", "message"),
     [
         ({"max_lead": 0}, "max_lead=0 must be an integer of at least 1"),
-        ({"start_method": "fork"}, "fork.*popen"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
