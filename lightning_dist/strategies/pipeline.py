@@ -58,7 +58,7 @@ from lightning_dist.strategies.mesh_runtime.data_parallel_checks import check_wh
 from lightning_dist.strategies.mesh_runtime.first_call import FirstCall
 from lightning_dist.strategies.pipelining import checks
 from lightning_dist.strategies.pipelining.movable_layers import MovableLayers
-from lightning_dist.strategies.pipelining.session import RunContext, open_session
+from lightning_dist.strategies.pipelining.session import open_session
 from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness
 from lightning_dist.strategies.pipelining.start_line import StartLine
 
@@ -249,11 +249,11 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     @override
     def open_session(self, trainer: pl.Trainer) -> None:
         self._session = open_session(
-            self.module,
-            self._split.layers,
-            self._split.layers_per_stage,
+            self,
+            self._split,
             self._config,
-            RunContext.of(self, self.complete_gradients, self.complete_early),
+            self.complete_gradients,
+            complete_early=self.complete_early,
             optimizer=next(iter(self.optimizers), None),
             logged=self._logged_staleness(),
         )

@@ -37,7 +37,6 @@ from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.placement import ShardedPlacement
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 from lightning_dist.strategies.pipelining.checks import check_trainer, one_optimizer
-from lightning_dist.strategies.pipelining.session import RunContext
 
 
 class ShardedStrategy(ShardedPlacement):
@@ -106,7 +105,7 @@ class ShardedStrategy(ShardedPlacement):
         if half is not None and self.sharded.is_sharded:
             half.leave_to_shards()
         if self.mesh.pp > 1:
-            self.sharded.open(RunContext.of(self, self._complete_gradients))
+            self.sharded.open(self, self._complete_gradients)
             assert isinstance(self.sharded, StagedModule)
             line = self.sharded.start_line(self.mesh)
             self._undo += (add_first_callback(trainer, line),)

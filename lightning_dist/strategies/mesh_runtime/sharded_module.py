@@ -32,6 +32,7 @@ from lightning_dist.engine.sharding.wrap_summary import WrapSummary
 from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary, summarise
 from lightning_dist.engine.tensors.patch import user_state_kept
+from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.lightning_internals import set_device
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime.layout_line import (
@@ -39,7 +40,6 @@ from lightning_dist.strategies.mesh_runtime.layout_line import (
     describe_shards,
     describe_tensor,
 )
-from lightning_dist.strategies.pipelining.session import RunContext
 
 
 class ShardedModule:
@@ -124,7 +124,7 @@ class ShardedModule:
 
     # --- a run -------------------------------------------------------------------------------
 
-    def open(self, run: RunContext) -> None:
+    def open(self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]) -> None:
         """Begins a run of a pipeline. Collective: every rank must call it."""
 
     def close(self, *, failed: bool) -> None:

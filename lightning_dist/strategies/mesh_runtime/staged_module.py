@@ -29,11 +29,11 @@ from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.ties import tie_again
+from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.pipelining.checks import arguments_of_step
 from lightning_dist.strategies.pipelining.session import (
-    RunContext,
     Session,
     WrappedStages,
     open_session,
@@ -91,13 +91,12 @@ class StagedModule(ShardedModule):
         return StartLine(self.session.pipeline, mesh, self._split.source, self._statistics)
 
     @override
-    def open(self, run: RunContext) -> None:
+    def open(self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]) -> None:
         self._session = open_session(
-            self.module,
-            self._split.layers,
-            self._split.layers_per_stage,
+            strategy,
+            self._split,
             self._config,
-            run,
+            complete_gradients,
             wrapped=WrappedStages(self.root, self.gradients, self.wrap_step),
         )
 

@@ -7,10 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,7 +19,7 @@ from lightning_dist.engine.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.ties import find_ties
 from lightning_dist.engine.tensors.patch import with_hooks
 from lightning_dist.strategies.base.distributed import DistributedStrategy
@@ -31,63 +29,6 @@ from lightning_dist.strategies.pipelining.hook_log import HookLog
 from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness, StalenessLog
 from lightning_dist.strategies.pipelining.step_runner import StepRunner
 from lightning_dist.strategies.pipelining.updates import Updates
-
-
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """The ranks and settings of the run that a pipeline belongs to, and calls before an update.
-
-    Attributes:
-        mesh: All ranks.
-        rank: This rank among all.
-        device: The device of this rank's tensors.
-        device_backend: The backend of groups for such tensors.
-        pp_group: The ranks of the stages of one copy of the model.
-        data_group: The ranks that hold the same stages and read other data.
-        gradient_group: Those of them whose gradients are averaged in each step.
-        timeout_seconds: Seconds that a rank waits for another.
-        seed: Base of the random numbers; the same on all ranks.
-        precision: The precision of the steps.
-        complete_gradients: Called before each update with the rank's gradients in place.
-        complete_early: Called instead of ``complete_gradients`` when gradients are final before
-            the update is due (2BW).
-    """
-
-    mesh: MeshShape
-    rank: int
-    device: torch.device
-    device_backend: str
-    pp_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup
-    gradient_group: dist.ProcessGroup
-    timeout_seconds: float
-    seed: int
-    precision: Precision
-    complete_gradients: Callable[[], None]
-    complete_early: OnComplete | None
-
-    @classmethod
-    def of(
-        cls,
-        strategy: DistributedStrategy,
-        complete_gradients: Callable[[], None],
-        complete_early: OnComplete | None = None,
-    ) -> RunContext:
-        """Creates the context of a strategy whose process group has been initialised."""
-        return cls(
-            mesh=strategy.mesh,
-            rank=strategy.global_rank,
-            device=strategy.root_device,
-            device_backend=strategy.device_backend,
-            pp_group=strategy.group("pp"),
-            data_group=strategy.data_group,
-            gradient_group=strategy.group(*strategy.gradient_axes),
-            timeout_seconds=strategy.timeout_seconds,
-            seed=strategy.seed,
-            precision=strategy.precision_plugin,
-            complete_gradients=complete_gradients,
-            complete_early=complete_early,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +90,12 @@ class Session:
 
 
 def open_session(
-    module: pl.LightningModule,
-    found: Layers,
-    layers_per_stage: tuple[int, ...],
+    strategy: DistributedStrategy,
+    split: PipelineSplit,
     config: PipelineConfig,
-    run: RunContext,
+    complete_gradients: Callable[[], None],
     *,
+    complete_early: OnComplete | None = None,
     wrapped: WrappedStages | None = None,
     optimizer: Optimizer | None = None,
     logged: LoggedStaleness | None = None,
@@ -164,26 +105,31 @@ def open_session(
     If a later step fails, the channels are closed again.
 
     Args:
-        module: The user's module.
-        found: The layers of the pipelined module.
-        layers_per_stage: The partition.
+        strategy: The strategy, whose processes have met.
+        split: This rank's part of the model.
         config: The arguments of the pipeline.
-        run: The context of the run.
+        complete_gradients: Called before each update with the rank's gradients in place.
+        complete_early: Called instead of ``complete_gradients`` when gradients are final before
+            the update is due (2BW).
         wrapped: How the stages run; None runs the layers as they are.
         optimizer: The optimizer of this rank's parameters; None if nothing is trained.
         logged: The staleness values to log; None for none.
     """
-    predict = config.prediction(optimizer)  # first, for it may refuse
-    shape = config.shape(run.mesh, run.rank, layers_per_stage)
+    module, mesh, device = strategy.module, strategy.mesh, strategy.root_device
+    precision, found = strategy.precision_plugin, split.layers
+    pp_group, data_group = strategy.group("pp"), strategy.data_group
+    gradient_group = strategy.group(*strategy.gradient_axes)
+    predict = config.prediction(optimizer)  # before the channels, for it may refuse
+    shape = config.shape(mesh, strategy.global_rank, split.layers_per_stage)
     ties = find_ties(found, shape.layers_per_stage)
     homes = shape.rank_of_stage
     channels = connect(
-        run.mesh.groups("pp"),
-        run.device,
-        run.timeout_seconds,
+        mesh.groups("pp"),
+        device,
+        strategy.timeout_seconds,
         rank_of_stage=homes,
         holders={tie.ranks(homes) for tie in ties},
-        p2p_backend=config.p2p_backend(run.device_backend, run.device),
+        p2p_backend=config.p2p_backend(strategy.device_backend, device),
     )
     with ExitStack() as if_it_fails:
         if_it_fails.callback(channels.close)
@@ -197,15 +143,15 @@ def open_session(
             ties, rank_of_stage=homes, rank=shape.rank, links=channels.ties, change=change
         )
         tied.share(dict(found.module.named_parameters(remove_duplicate=False)))
-        half = half_precision_of(run.precision)
+        half = half_precision_of(precision)
         weights = None
         if half is not None:
             weights = half.leave_to_stages(found, is_in_graph=wrapped is not None)
         masters_dtype = None if weights is None else torch.float32
         options = StageOptions(
             weight_versions=config.weight_versions,
-            seed=run.seed,
-            device=run.device,
+            seed=strategy.seed,
+            device=device,
             gradients=lambda _: HeldGradients(masters_dtype),
             predict=predict,
             measure_discrepancy=logged is not None and logged.discrepancy,
@@ -218,19 +164,19 @@ def open_session(
             shape,
             channels.links,
             options,
-            rank=run.rank,
-            on_complete=run.complete_early,
-            average_weight=ReplicaWeights(run.gradient_group).average,
+            rank=strategy.global_rank,
+            on_complete=complete_early,
+            average_weight=ReplicaWeights(gradient_group).average,
             shared=tied.names,
         )
         if_it_fails.callback(pipeline.detach)
         log = None if logged is None else StalenessLog(module, pipeline, logged)
-        last_rank = dist.get_process_group_ranks(run.pp_group)[homes[-1]]
+        last_rank = dist.get_process_group_ranks(pp_group)[homes[-1]]
         has_last = pipeline.stages.has_last
         metrics = StageMetrics(
             module,
-            pipeline_group=run.pp_group,
-            data_group=run.data_group,
+            pipeline_group=pp_group,
+            data_group=data_group,
             source=last_rank,
             is_source=has_last,
         )
@@ -239,28 +185,28 @@ def open_session(
             pipeline,
             channels,
             metrics,
-            evaluation_microbatches=config.evaluation_microbatches(run.mesh.pp),
+            evaluation_microbatches=config.evaluation_microbatches(mesh.pp),
             change_step=None if wrapped is None else wrapped.change_step,
             half=half,
         )
         updates = Updates(
             module,
             pipeline,
-            run.precision,
+            precision,
             tied,
-            complete_gradients=run.complete_gradients,
+            complete_gradients=complete_gradients,
             on_update=None if log is None else log.post,
             rate_correction=config.rate_correction(shape),
         )
         session = Session(
-            mesh=run.mesh,
+            mesh=mesh,
             pipeline=pipeline,
             channels=channels,
             metrics=metrics,
             runner=runner,
             updates=updates,
             tied=tied,
-            hook_log=HookLog(module, run.pp_group, asynchronous=pipeline.asynchronous),
+            hook_log=HookLog(module, pp_group, asynchronous=pipeline.asynchronous),
             staleness_log=log,
         )
         if_it_fails.pop_all()
