@@ -13,12 +13,10 @@ to apply; any other applies the update of an earlier batch, with that batch's le
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -209,9 +207,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         asked = Parallelism(
             self._config, shard=None, half=half, example=self._example(trainer, half)
         )
-        split = parallelize(self.module, self.mesh_of_ranks, asked).split
-        assert split is not None
-        self._split = split
+        self._known_split = parallelize(self.module, self.mesh_of_ranks, asked).split
         if self.is_fitting and self._config.partition == "profile":
             self.check_layers_can_move()
 
@@ -223,10 +219,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             lambda: is_overridden("forward", self.module),
             FirstCall(trainer, half, self._begun).of,
         )
-
-    @override
-    def whole_structure(self, device: torch.device | None = None) -> AbstractContextManager[None]:
-        return self._split.whole(device)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -317,12 +309,4 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.drain()
-        state, split = super().lightning_module_state_dict(), self._known_split
-        if split is None:  # no run has begun
-            return state
-        return {name: value for name, value in state.items() if split.is_stored_here(name)}
-
-    @override
-    def foreign_names(self) -> set[str]:
-        split = self._known_split
-        return set() if split is None else split.foreign_names()
+        return super().lightning_module_state_dict()

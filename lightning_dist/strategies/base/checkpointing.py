@@ -40,6 +40,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
 )
 from lightning_dist.engine.checkpoint.places import is_local, place_of
 from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
+from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor, shard_like
 from lightning_dist.engine.tensors.tree import map_leaves
 from lightning_dist.strategies.base.async_saving import AsyncSaving
@@ -113,10 +114,17 @@ class LayoutFreeCheckpoints(AsyncSaving):
         if not self.has_plain_state:
             warn_of_part(self.module)
 
+    @property
+    def split(self) -> PipelineSplit | None:
+        """This rank's part of a model that is cut into stages; None if no model is."""
+        return None
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with without_warning(self.module):
-            return super().lightning_module_state_dict()
+            state = super().lightning_module_state_dict()
+        split = self.split
+        return {n: value for n, value in state.items() if split is None or split.is_stored_here(n)}
 
     def _own_state(self) -> dict[str, Any]:
         with without_warning(self.module):
@@ -187,7 +195,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
 
     def foreign_names(self) -> set[str]:
         """Returns the names of the whole model's state that other ranks hold."""
-        return set()
+        split = self.split
+        return set() if split is None else split.foreign_names()
 
     # --- state of the strategy ---------------------------------------------------------------
 

@@ -150,7 +150,8 @@ class RunSetup(LayoutFreeCheckpoints):
         Args:
             device: Device of the parameters that other ranks have; None for the meta device.
         """
-        return nullcontext()
+        split = self.split
+        return nullcontext() if split is None else split.whole(device)
 
     def keep_own_part(self) -> None:
         """Drops other ranks' parameters from the optimizers, which are none in evaluations."""

@@ -7,12 +7,11 @@ by part. A later Trainer takes over what an earlier one has sharded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
@@ -35,6 +34,8 @@ from lightning_dist.engine.splitting.config import (
     find_batch_statistics,
     with_whole_batches,
 )
+from lightning_dist.engine.splitting.split import PipelineSplit
+from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary
 from lightning_dist.engine.tensors.dtensor import is_dtensor
@@ -209,7 +210,8 @@ class ShardedPlacement(LocalReplicas):
         broadcast_state(present, self.device_group(*self.mesh.sizes))
         sharded = self._composed()
         self._deferred.fill(self.module, self.root_device)
-        sharded.tie_again()
+        if sharded.split is not None:  # sharding has replaced the parameters
+            tie_again(sharded.split.layers, sharded.split.ties)
         early.forget_present()
         sharded.early = early
         keep_sharding(KeptSharding(sharded, self._layout, self.mesh_of_ranks))
@@ -266,18 +268,10 @@ class ShardedPlacement(LocalReplicas):
         assert self._sharded is not None, "the model has not been sharded yet"
         return self._sharded
 
+    @property
     @override
-    def whole_structure(self, device: torch.device | None = None) -> AbstractContextManager[None]:
-        return self.sharded.whole_structure(device)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        return state if self._sharded is None else self._sharded.own_state(state)
-
-    @override
-    def foreign_names(self) -> set[str]:
-        return self.sharded.foreign_names()
+    def split(self) -> PipelineSplit | None:
+        return None if self._sharded is None else self._sharded.split
 
     @override
     def teardown(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.data_parallel.missing_gradients import check_gradients
 from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
@@ -84,8 +85,8 @@ class ShardedStrategy(ShardedPlacement):
     def keep_own_part(self) -> None:
         if not self.is_fitting:
             return
-        for optimizer in self.optimizers:
-            self.sharded.keep_own_parameters(optimizer)
+        for optimizer in self.optimizers if self.split is not None else ():
+            keep_own_parameters(optimizer, self.module)
         check_sharded_optimizers(self.optimizers, self.world_group)
 
     @override

@@ -6,7 +6,7 @@ a body are for the latter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -53,6 +53,7 @@ class ShardedModule:
     Attributes:
         early: The module's parameters before sharding; None where no optimizer can have them.
         plan: The plan that was found: which layers are sharded, and why the others are not.
+        split: This rank's stages of the model; None without stages.
     """
 
     early: EarlyParameters | None = None
@@ -67,7 +68,7 @@ class ShardedModule:
         self.module = composed.module
         self.summary: WrapSummary = composed.summary
         self._sharding = composed.sharding
-        self.plan = composed.plan
+        self.plan, self.split = composed.plan, composed.split
         self._roots = composed.roots
         self._tensor_parallel = composed.tensor_parallel
         self._shards = composed.shards
@@ -302,28 +303,6 @@ class ShardedModule:
         """This rank's stages; None without stages, and outside of a run."""
         return None
 
-    def whole_structure(self, device: torch.device | None = None) -> AbstractContextManager[None]:
-        """Returns a context manager that shows the whole model, without other ranks' values.
-
-        Args:
-            device: Device of the parameters that other ranks have; None for the meta device.
-        """
-        return nullcontext()
-
-    def keep_own_parameters(self, optimizer: Optimizer) -> None:
-        """Removes other stages' parameters from an optimizer made with the whole structure."""
-
-    def tie_again(self) -> None:
-        """Ties this rank's parameters to those of other stages, after all have been sharded."""
-
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """Lists the parameters that another stage counts in the norm of the whole gradient."""
         return []
-
-    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the entries of the module's state dict that this stage saves in checkpoints."""
-        return dict(state)
-
-    def foreign_names(self) -> set[str]:
-        """Returns the names of the whole model's state that other stages hold."""
-        return set()

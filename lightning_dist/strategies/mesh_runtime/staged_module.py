@@ -8,8 +8,8 @@ where autograd accumulates them, and reduces them in the last backward of a roun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
@@ -28,7 +27,6 @@ from lightning_dist.engine.pipeline.measurements import Measurements, gather_mea
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
@@ -180,25 +178,5 @@ class StagedModule(ShardedModule):
     # --- parameters --------------------------------------------------------------------------
 
     @override
-    def whole_structure(self, device: torch.device | None = None) -> AbstractContextManager[None]:
-        return self._split.whole(device)
-
-    @override
-    def keep_own_parameters(self, optimizer: Optimizer) -> None:
-        keep_own_parameters(optimizer, self.module)
-
-    @override
-    def tie_again(self) -> None:
-        tie_again(self._split.layers, self._split.ties)
-
-    @override
     def counted_elsewhere(self) -> list[nn.Parameter]:
         return self.session.counted_elsewhere
-
-    @override
-    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in state.items() if self._split.is_stored_here(name)}
-
-    @override
-    def foreign_names(self) -> set[str]:
-        return self._split.foreign_names()

@@ -49,13 +49,14 @@ class MovableLayers(StageUpdates):
         self._exchange: LayerExchange | None = None
 
     @property
+    @override
+    def split(self) -> PipelineSplit | None:
+        return self._known_split
+
+    @property
     def _split(self) -> PipelineSplit:
         assert self._known_split is not None, "the model is cut in setup"
         return self._known_split
-
-    @_split.setter
-    def _split(self, split: PipelineSplit) -> None:
-        self._known_split = split
 
     def check_layers_can_move(self) -> None:
         """Checks before a run that each layer can move to any rank.
@@ -127,7 +128,7 @@ class MovableLayers(StageUpdates):
                 with_gradients=self.holds_gradients,
                 on_moved=self._find_half,
             )
-            self._split = replace(self._split, layers_per_stage=after)
+            self._known_split = replace(self._split, layers_per_stage=after)
             self.regroup_optimizers()
         done = Repartition(after, moves, time.monotonic() - begin)
         rank_zero_info(f"{done}")
