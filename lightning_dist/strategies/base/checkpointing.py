@@ -121,9 +121,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with without_warning(self.module):
-            state = super().lightning_module_state_dict()
-        split = self.split
+        state, split = self._own_state(), self.split
         return {n: value for n, value in state.items() if split is None or split.is_stored_here(n)}
 
     def _own_state(self) -> dict[str, Any]:
@@ -345,7 +343,6 @@ class LayoutFreeCheckpoints(AsyncSaving):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.module
         foreign = self.foreign_names()
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         own = {
@@ -356,7 +353,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
         if foreign:  # a module that has not been cut yet keeps its own values of them
             present = self._own_state()
             own |= {name: present[name] for name in foreign & present.keys()}
-        module.load_state_dict(own, strict=strict)
+        self.module.load_state_dict(own, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

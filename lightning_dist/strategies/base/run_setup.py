@@ -42,6 +42,7 @@ from lightning_dist.strategies.base.ending.stopping import (
     stop_training_together,
 )
 from lightning_dist.strategies.base.lightning_loaders import resume_early_loader
+from lightning_dist.strategies.base.model_checks import check_group_values
 
 StepContext: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Creates the context manager that a step of the user's runs in."""
@@ -232,6 +233,7 @@ class RunSetup(LayoutFreeCheckpoints):
     def before_validation(self) -> None:
         """Called before each validation inside of ``fit``."""
         self.drain()
+        self._check_group_values()
 
     def end_epoch(self) -> None:
         """Called before the callbacks' ``on_train_epoch_end``."""
@@ -239,6 +241,11 @@ class RunSetup(LayoutFreeCheckpoints):
     def end_training(self) -> None:
         """Called before the callbacks' ``on_train_end``."""
         self.drain()
+        self._check_group_values()
+
+    def _check_group_values(self) -> None:
+        if self.is_running and not self.has_plain_state:
+            check_group_values(self.optimizers, self.world_group)
 
     @contextmanager
     def summarised_module(self) -> Iterator[None]:

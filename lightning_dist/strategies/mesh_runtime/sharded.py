@@ -28,7 +28,6 @@ from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.model_checks import (
     check_callbacks,
     check_finetuning,
-    check_group_values,
     check_optimizers,
     check_sharded_optimizers,
 )
@@ -120,20 +119,6 @@ class ShardedStrategy(ShardedPlacement):
             self._sharded.reshard()
             self.average_weights()
             self.share_buffers()
-
-    @override
-    def before_validation(self) -> None:
-        super().before_validation()
-        self._check_group_values()
-
-    @override
-    def end_training(self) -> None:
-        super().end_training()
-        self._check_group_values()
-
-    def _check_group_values(self) -> None:
-        if self.is_running:
-            check_group_values(self.optimizers, self.world_group)
 
     @override
     def close_session(self) -> None:

@@ -35,7 +35,7 @@ from lightning_dist.engine.schedules.update_rule import UpdateRule
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.stashing.learning_rates import HyperparameterHistory, RateCorrection
 from lightning_dist.engine.tensors.dtensor import local_part
-from lightning_dist.strategies.base import lightning_internals, model_checks
+from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.run_setup import RunSetup
 from lightning_dist.strategies.pipelining import checks
@@ -316,14 +316,8 @@ class StageUpdates(RunSetup):
     @override
     def before_validation(self) -> None:
         with lightning_internals.as_of_training_step(self.module):  # hooks of updates may log
-            self.drain()
-        self.check_group_values()
+            super().before_validation()
         self.session.runner.catch_up()
-
-    @override
-    def end_training(self) -> None:
-        self.drain()
-        self.check_group_values()
 
     @override
     def end_epoch(self) -> None:
@@ -338,12 +332,3 @@ class StageUpdates(RunSetup):
             with lightning_internals.as_of_training_step(self.module):
                 self.drain()
             session.runner.forget()
-
-    def check_group_values(self) -> None:
-        """Checks that stages agree on numbers in parameter groups. Collective.
-
-        Raises:
-            ValueError: The numbers differ.
-        """
-        if self.mesh.pp > 1:
-            model_checks.check_group_values(self.optimizers, self.group(*self.mesh.sizes))
