@@ -26,7 +26,6 @@ from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig, Wire
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
-from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
@@ -138,20 +137,13 @@ class DDPStrategy(LocalReplicas):
 
     @override
     def check_run(self, trainer: pl.Trainer) -> None:
-        checks.check_whole(self.module)
-        checks.check_module(self.module, self.group(*self.mesh.sizes))
+        super().check_run(trainer)
         checks.check_compressible(self.module, self._exchange.compression)
 
     @override
     def place_model(self, trainer: pl.Trainer) -> None:
-        self.model = self.precision_plugin.convert_module(self.module)
-        if self.is_fitting:
-            self.synchronise_layers()
-            if self._layer_sync is not None:
-                self._undo += (partial(self._layer_sync.revert, self.module),)
-        self.model_to_device()
+        super().place_model(trainer)
         group, control_group = self.device_group(*DATA_AXES), self.data_group
-        broadcast_state([*self.module.parameters(), *self.module.buffers()], group)
         replicas = ReplicaOptions(
             exchange=self._exchange,
             group=group,

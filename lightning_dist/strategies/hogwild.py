@@ -18,7 +18,6 @@ from typing_extensions import override
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.common.table import format_count
-from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.data_parallel.shared_weights import SharedWeights
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.rank_view import RankView
@@ -72,15 +71,9 @@ class HogwildStrategy(DataParallelStrategy):
 
     @override
     def check_run(self, trainer: pl.Trainer) -> None:
-        checks.check_whole(self.module)
-        checks.check_module(self.module, self.world_group)
-
-    @override
-    def place_model(self, trainer: pl.Trainer) -> None:
-        self.model = self.precision_plugin.convert_module(self.module)
-        self.model_to_device()
-        group = self.device_group(*self.mesh.sizes)
-        broadcast_state([*self.module.parameters(), *self.module.buffers()], group)
+        super().check_run(trainer)
+        if self.is_fitting:
+            checks.check_own_steps(self.module, has_layer_sync=self._layer_sync is not None)
 
     @override
     def print_summary(self) -> None:
@@ -108,12 +101,6 @@ class HogwildStrategy(DataParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         if self._shared is not None and not self._shared.is_shared:
             self._shared.share()
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.seed_data_rank(reading=False)
-        with self.precision_plugin.train_step_context():
-            return self.module.training_step(*args, **kwargs)
 
     @override
     def drain(self) -> None:

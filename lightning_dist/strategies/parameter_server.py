@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
+from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.table import format_count
 from lightning_dist.engine.comms.failures.peer_failure import Failure
 from lightning_dist.engine.comms.votes import JointDecision, Posted, StopAgreement
-from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.data_parallel.server.messages import (
     Arrival,
     Compensation,
@@ -133,22 +132,11 @@ class ParameterServerStrategy(DataParallelStrategy):
 
     @override
     def check_run(self, trainer: pl.Trainer) -> None:
-        checks.check_whole(self.module)
-        checks.check_module(self.module, self.group(*self.mesh.sizes))
+        super().check_run(trainer)
         if self.is_fitting:
-            mode, has_sync = self._options.mode, self._layer_sync is not None
-            checks.check_served_module(self.module, mode, has_layer_sync=has_sync)
-
-    @override
-    def place_model(self, trainer: pl.Trainer) -> None:
-        self.model = self.precision_plugin.convert_module(self.module)
-        if self.is_fitting:
-            self.synchronise_layers()
-            if self._layer_sync is not None:
-                self._undo += (partial(self._layer_sync.revert, self.module),)
-        self.model_to_device()
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        broadcast_state(tensors, self.device_group(*DATA_AXES))
+            checks.check_served_module(self.module)
+            if not self._shares_steps:
+                checks.check_own_steps(self.module, has_layer_sync=self._layer_sync is not None)
 
     @override
     def print_summary(self) -> None:
@@ -204,12 +192,6 @@ class ParameterServerStrategy(DataParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         if self._session is not None:  # behind the hooks that change weights
             self._session.open()
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.seed_data_rank(reading=False)
-        with self.precision_plugin.train_step_context():
-            return self.module.training_step(*args, **kwargs)
 
     @override
     def update(

@@ -2,7 +2,8 @@
 
 Random numbers depend on the batch alone. They differ between ranks, but for those that share the
 data out. BatchNorm covers all ranks on a CPU, too. Runs end together. Before validation, a
-checkpoint and the end of training, the weights are made the same on all ranks.
+checkpoint and the end of training, the weights are made the same on all ranks. Each rank has the
+whole model, unless a strategy places it otherwise.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.lengths import TrainingLengths
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.base.run_setup import RunSetup
+from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
 from lightning_dist.strategies.mesh_runtime.synced_batch_norm import (
     ReplicaSyncBatchNorm,
@@ -59,6 +61,22 @@ class DataParallelStrategy(RunSetup):
         found = [] if self._layer_sync is not None else find_batch_statistics(self.module)
         if self.mesh.data_size > 1 and found:
             rank_zero_info(explain_own_statistics(found))
+
+    @override
+    def check_run(self, trainer: pl.Trainer) -> None:
+        checks.check_whole(self.module)
+        checks.check_module(self.module, self.group(*self.mesh.sizes))
+
+    @override
+    def place_model(self, trainer: pl.Trainer) -> None:
+        self.model = self.precision_plugin.convert_module(self.module)
+        if self.is_fitting:
+            self.synchronise_layers()
+            if self._layer_sync is not None:
+                self._undo += (partial(self._layer_sync.revert, self.module),)
+        self.model_to_device()
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        broadcast_state(tensors, self.device_group(*DATA_AXES))
 
     @override
     def connect_loops(self, trainer: pl.Trainer) -> None:
@@ -148,6 +166,12 @@ class DataParallelStrategy(RunSetup):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._lengths is not None:
             self._lengths.begin_batch(is_last=self.module.trainer.is_last_batch)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.seed_data_rank(reading=False)
+        with self.precision_plugin.train_step_context():
+            return self.module.training_step(*args, **kwargs)
 
     @override
     def end_batch(self) -> None:

@@ -185,7 +185,7 @@ def check_whole(module: nn.Module) -> None:
         )
 
 
-def check_served_module(module: pl.LightningModule, mode: str, *, has_layer_sync: bool) -> None:
+def check_served_module(module: pl.LightningModule) -> None:
     """Checks that workers can train a module with weights from servers."""
     if not module.automatic_optimization:
         raise ValueError(
@@ -198,12 +198,15 @@ def check_served_module(module: pl.LightningModule, mode: str, *, has_layer_sync
             f"{some_names(sparse)} has sparse gradients, and servers take dense ones. Pass"
             " sparse=False."
         )
-    if mode != "sync" and (
-        has_layer_sync or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
-    ):
+
+
+def check_own_steps(module: nn.Module, *, has_layer_sync: bool) -> None:
+    """Checks that no step of a module needs another rank's."""
+    if has_layer_sync or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         raise ValueError(
-            f"Synchronised BatchNorm does not go with mode={mode!r}: its forward waits for all"
-            " ranks. Leave sync_batchnorm out, or use mode='sync'."
+            "Synchronised BatchNorm waits in its forward for all ranks, and here each one steps by"
+            " itself. Leave sync_batchnorm out, or use DDPStrategy or"
+            " ParameterServerStrategy(mode='sync')."
         )
 
 

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any], str]] =
         Classifier,
         {"mode": "async"},
         {"sync_batchnorm": True},
-        "Synchronised BatchNorm does not go with mode='async'",
+        "Synchronised BatchNorm waits in its forward for all ranks",
     ),
     "shards": (Classifier, {}, {}, "The module is sharded already, .* whole parameters"),
     "length": (Classifier, {"mode": "async"}, {}, "mode='async' needs training loaders of known"),

@@ -114,15 +114,19 @@ def test_what_hooks_of_all_ranks_change_changes_once(workers: WorkerPool) -> Non
     assert [is_right for _, is_right in workers.run(WORKERS, fit_still)] == [True] * WORKERS
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_lead": 0}, "max_lead=0 must be an integer of at least 1"),
-    ],
-)
-def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        HogwildStrategy(**arguments)
+def fit_synchronised() -> None:
+    trainer = make_trainer(devices=2, strategy=HogwildStrategy(), sync_batchnorm=True)
+    with pytest.raises(ValueError, match="Synchronised BatchNorm waits in its forward"):
+        trainer.fit(make_module(Still), make_loader(16))
+
+
+def test_statistics_of_all_ranks_are_refused(workers: WorkerPool) -> None:
+    workers.run(2, fit_synchronised)
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="max_lead=0 must be an integer of at least 1"):
+        HogwildStrategy(max_lead=0)
 
 
 def test_several_hosts_are_refused() -> None:
