@@ -15,6 +15,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from lightning_dist.engine.tensors.tree import flatten, unflatten
 
 
@@ -30,10 +32,19 @@ class Sender(Protocol):
     """The near end of a channel out of this process."""
 
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
-        """Sends a tree; returns at once."""
+        """Sends a tree; returns at once.
+
+        Args:
+            tree: Any tree.
+            tag: Tag of the tree, any integer of 63 bits.
+            key: What both ends know of the tree's shapes; None if they know nothing.
+
+        Raises:
+            PeerLostError: The receiver is gone.
+        """
 
     def close(self, *, failed: bool = False) -> None:
-        """Waits until everything has been sent, and closes the channel.
+        """Waits until everything has been sent, and closes the channel; again, does nothing.
 
         Args:
             failed: Whether the run has failed, so that the other end may not receive everything.
@@ -44,7 +55,15 @@ class Receiver(Protocol):
     """The near end of a channel into this process."""
 
     def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
-        """Waits for the next tree with a tag."""
+        """Waits for the next tree with a tag.
+
+        Returns:
+            The tree, on this end's device; its tensors require grad as the sent ones did.
+
+        Raises:
+            PeerLostError: The sender is gone.
+            TimeoutError: Nothing came in time.
+        """
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in the present and each later :meth:`receive`."""
@@ -87,21 +106,21 @@ class Inbox:
         return found
 
 
-class MemoryChannel:
-    """Both ends of a channel."""
+class MemoryChannel(Sender, Receiver):
+    """Both ends of a channel; sent tensors are detached."""
 
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._inbox = Inbox(self._take)
 
+    @override
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
-        """Sends a tree, with its tensors detached."""
         tensors, skeleton = flatten(tree)
         cut = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         self._messages.put(Message(unflatten(cut, skeleton), tag))
 
+    @override
     def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
-        """Waits for the next tree with a tag."""
         return self._inbox.next(tag).tree
 
     def _take(self) -> Message:
@@ -110,9 +129,10 @@ class MemoryChannel:
             raise message
         return message
 
+    @override
     def interrupt(self, error: BaseException) -> None:
-        """Raises an error in the next :meth:`receive`."""
         self._messages.put(error)
 
+    @override
     def close(self, *, failed: bool = False) -> None:
         """Does nothing, since there is no thread to end."""

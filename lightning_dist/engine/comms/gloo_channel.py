@@ -21,8 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_dist.engine.comms.channel import ChannelClosedError, Inbox, Message, PeerLostError
+from lightning_dist.engine.comms.channel import (
+    ChannelClosedError,
+    Inbox,
+    Message,
+    PeerLostError,
+    Receiver,
+    Sender,
+)
 from lightning_dist.engine.comms.in_flight import CLOSE_SECONDS, Arrivals, HostOutbox
 from lightning_dist.engine.comms.packet import (
     Memory,
@@ -36,8 +44,8 @@ from lightning_dist.engine.comms.packet import (
 from lightning_dist.engine.tensors.tree import flatten, unflatten
 
 
-class DistributedSender:
-    """Sends trees to one rank over a gloo process group.
+class DistributedSender(Sender):
+    """Sends copies of trees to one rank over a gloo process group; needs no keys.
 
     Args:
         group: The communicator of this direction.
@@ -52,17 +60,8 @@ class DistributedSender:
         self._outbox = HostOutbox(peer)
         self._is_late = False  # whether a thread begins the sends, in their order
 
+    @override
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
-        """Sends a tree; returns at once.
-
-        Args:
-            tree: Any tree; its tensors may be written to afterwards.
-            tag: Tag of the tree, any integer of 63 bits.
-            key: Unused; the receiver is told shapes when they change.
-
-        Raises:
-            PeerLostError: The receiver is gone.
-        """
         try:
             self._send(tree, tag)
         except (KeyboardInterrupt, SystemExit) as error:
@@ -84,12 +83,8 @@ class DistributedSender:
         packet = _packed(self._layout, tensors, PacketHeader(PacketKind.TREE, tag=tag))
         self._transmit([*parts, packet], copied=_event_after(tensors))
 
+    @override
     def close(self, *, failed: bool = False) -> None:
-        """Waits until everything has been sent, and closes the channel; again, does nothing.
-
-        Args:
-            failed: Unused; a living receiver takes everything.
-        """
         if self._group is None:
             return
         with contextlib.suppress(PeerLostError):
@@ -143,7 +138,7 @@ def _packed(layout: PacketLayout, tensors: Sequence[Tensor], header: PacketHeade
     return packet
 
 
-class DistributedReceiver:
+class DistributedReceiver(Receiver):
     """Receives trees from one rank over a gloo process group.
 
     Args:
@@ -176,32 +171,16 @@ class DistributedReceiver:
         )
         self._thread.start()
 
+    @override
     def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
-        """Waits for the next tree with a tag.
-
-        Args:
-            tag: Tag of the tree.
-            key: Unused; the sender tells shapes when they change.
-
-        Returns:
-            The tree, on this receiver's device; its tensors require grad as the sent ones did.
-
-        Raises:
-            PeerLostError: The sender is gone.
-            TimeoutError: Nothing came in time.
-        """
         return self._inbox.next(tag).tree
 
+    @override
     def interrupt(self, error: BaseException) -> None:
-        """Raises an error in the present and each later :meth:`receive`."""
         self._arrivals.put(error)
 
+    @override
     def close(self, *, failed: bool = False) -> None:
-        """Waits until the far end has closed the channel.
-
-        Args:
-            failed: Unused; a living sender closes its end.
-        """
         self._thread.join(CLOSE_SECONDS)
 
     def _run(self, group: dist.ProcessGroup) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_dist.engine.comms.channel import PeerLostError, Receiver, Sender
 from lightning_dist.engine.comms.in_flight import (
@@ -39,8 +40,8 @@ from lightning_dist.engine.comms.packet import TensorInfo
 from lightning_dist.engine.tensors.tree import flatten, unflatten
 
 
-class P2PSender:
-    """Sends trees to one rank.
+class P2PSender(Sender):
+    """Sends trees to one rank; no tensor may be written to until it has been sent.
 
     Args:
         group: The communicator of this direction and use; its members are the two ranks.
@@ -68,13 +69,9 @@ class P2PSender:
         self._schemas: dict[Hashable, bytes] = {}
         self._outbox: Outbox = HostOutbox(peer) if device.type == "cpu" else StreamOutbox()
 
+    @override
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
-        """Sends a tree; returns at once.
-
-        Args:
-            tree: Any tree; its tensors must not be written to until they have been sent.
-            tag: Tag of the tree, any integer of 63 bits.
-            key: What both ends know of the tree's shapes; None if they know nothing.
+        """Sends a tree.
 
         Raises:
             PeerLostError: The receiver is gone.
@@ -104,12 +101,8 @@ class P2PSender:
             tensor = tensor.detach().clone()
         return tensor.detach().to(self._device, non_blocking=True).contiguous()
 
+    @override
     def close(self, *, failed: bool = False) -> None:
-        """Waits until everything has been sent, and closes both channels; again, does nothing.
-
-        Args:
-            failed: Whether the run has failed, so that nothing is waited for.
-        """
         if self._group is not None and not failed:
             self._outbox.close()
         # Kept in a reference cycle, a group could be freed in a forked process.
@@ -117,8 +110,8 @@ class P2PSender:
         self._control.close(failed=failed)
 
 
-class P2PReceiver:
-    """Receives trees from one rank.
+class P2PReceiver(Receiver):
+    """Receives trees from one rank; on an accelerator, the current stream waits for them.
 
     Args:
         group: The communicator of this direction and use; its members are the two ranks.
@@ -151,20 +144,8 @@ class P2PReceiver:
             else StreamIntake(device)
         )
 
+    @override
     def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
-        """Waits for the next tree; on an accelerator, lets the current stream wait for it.
-
-        Args:
-            tag: Tag of the tree.
-            key: What both ends know of the tree's shapes; None if they know nothing.
-
-        Returns:
-            The tree, on this receiver's device; its tensors require grad as the sent ones did.
-
-        Raises:
-            PeerLostError: The sender is gone.
-            TimeoutError: Nothing came in time.
-        """
         schema = self._schemas.get(key)
         if schema is None:
             schema = pickle.loads(self._control.receive(tag=tag))
@@ -176,17 +157,13 @@ class P2PReceiver:
             tensor.requires_grad_(info.requires_grad)
         return unflatten(list(tensors), skeleton)
 
+    @override
     def interrupt(self, error: BaseException) -> None:
-        """Raises an error in the present and each later :meth:`receive`."""
         self._control.interrupt(error)
         self._intake.interrupt(error)
 
+    @override
     def close(self, *, failed: bool = False) -> None:
-        """Waits until the far end has closed the control channel.
-
-        Args:
-            failed: Whether the run has failed, so that no tensor is waited for.
-        """
         self._intake.close(failed=failed)
         self._group = None
         self._control.close(failed=failed)

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.tensors.dtensor import local_part
@@ -43,19 +44,19 @@ class Overflow(Protocol):
         """Yields whether steps overflowed, of those decided on all ranks and not yet reported."""
 
 
-class LocalOverflow:
+class LocalOverflow(Overflow):
     """Decides for one process, or for several that have the same gradients."""
 
     def __init__(self) -> None:
         self._decided: deque[bool] = deque()
 
+    @override
     def decide(self, gradients: Iterable[Tensor]) -> bool:
-        """Returns whether a gradient is not finite; see :class:`Overflow`."""
         self._decided.append(self._look(gradients))
         return self._decided[-1]
 
+    @override
     def outcomes(self) -> Iterator[bool]:
-        """Reports all decisions; see :class:`Overflow`."""
         while self._decided:
             yield self._decided.popleft()
 
@@ -127,7 +128,7 @@ class Progress(Protocol):
     def lag(self) -> int: ...  # noqa: D102
 
 
-class PerStageOverflow:
+class PerStageOverflow(Overflow):
     """Decides for stages that update for a batch at different times.
 
     Args:
@@ -140,16 +141,16 @@ class PerStageOverflow:
         self._pipeline = pipeline
         self._posted: deque[tuple[int, dist.Work, Tensor]] = deque()
 
+    @override
     def decide(self, gradients: Iterable[Tensor]) -> bool:
-        """Returns whether this stage has a gradient that is not finite; see :class:`Overflow`."""
         found = _vote(gradients, self._group.device)
         decided = bool(found.item())
         work, found = _post(found, self._group)
         self._posted.append((self._pipeline().gradients_of_batch, work, found))
         return decided
 
+    @override
     def outcomes(self) -> Iterator[bool]:
-        """Reports the batches for which all stages have updated; see :class:`Overflow`."""
         while self._posted and self._is_everywhere(self._posted[0][0]):
             _, work, found = self._posted.popleft()
             work.wait()

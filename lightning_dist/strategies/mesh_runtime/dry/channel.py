@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
+from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.pipeline.connect import wire
 from lightning_dist.engine.pipeline.gradients import WeighedGradients
 from lightning_dist.engine.pipeline.links import Links
@@ -52,35 +54,38 @@ Sent = Mapping[int, DryMessage]
 """The messages that a stage has sent, by tag."""
 
 
-class DrySender:
+class DrySender(Sender):
     """Records the messages that are sent, and notes the bytes of each."""
 
     def __init__(self, note: Callable[[int], None]) -> None:
         self.sent: dict[int, DryMessage] = {}
         self._note = note
 
+    @override
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
-        """Records a tree."""
         self._note(sum(t.nbytes for t in flatten(tree)[0]))
         self.sent[tag] = DryMessage.of(tree)
 
+    @override
     def close(self, *, failed: bool = False) -> None:
         """Does nothing."""
 
 
-class DryReceiver:
+class DryReceiver(Receiver):
     """Creates the tensors of a message, found by its tag, when it is received."""
 
     def __init__(self, find: Callable[[int], DryMessage]) -> None:
         self._find = find
 
+    @override
     def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
-        """Creates the tree with a tag."""
         return self._find(tag).make()
 
+    @override
     def interrupt(self, error: BaseException) -> None:
         """Does nothing: no receive waits."""
 
+    @override
     def close(self, *, failed: bool = False) -> None:
         """Does nothing."""
 
