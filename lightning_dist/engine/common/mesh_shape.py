@@ -15,6 +15,7 @@ from lightning_dist.engine.common.names import check_count
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
+_NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +133,7 @@ def fill_axis(world_size: int, name: str, size: int | Literal["auto"]) -> int:
     return size
 
 
-def _nearest(
-    asked: MeshShape, world_size: int, axes: Mapping[str, int | str], num_shown: int = 3
-) -> str:
+def _nearest(asked: MeshShape, world_size: int, axes: Mapping[str, int | str]) -> str:
     """Names the meshes of a world size that differ least from the asked one, as text."""
 
     def distance(shape: MeshShape) -> tuple[int, float]:
@@ -142,7 +141,7 @@ def _nearest(
         return sum(a != b for a, b in pairs), sum(max(a / b, b / a) for a, b in pairs)
 
     possible = [m for m in _meshes(world_size) if all(m.sizes[a] == 1 for a in {*AXES} - {*axes})]
-    shapes = sorted(possible, key=distance)[:num_shown]
+    shapes = sorted(possible, key=distance)[:_NUM_SHOWN]
     texts = [
         " x ".join(f"{name}={size}" for name, size in shape.sizes.items() if size > 1)
         for shape in shapes

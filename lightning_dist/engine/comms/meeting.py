@@ -1,8 +1,8 @@
 """The store at which all ranks meet, before they form a process group.
 
 Torch would wait for as long as a run waits, wherever the address leads, and would name no rank that
-is missing. So the address is tried first. Then each rank reports to the first one,
-which judges for all: all ranks raise the same.
+is missing. So the address is tried first. Then each rank reports to the first one, which judges for
+all: all ranks raise the same error.
 
 The agents of torchrun keep one store for all attempts, so a second attempt would find the addresses
 of processes that have ended, and no environment variable distinguishes attempts. So the first rank

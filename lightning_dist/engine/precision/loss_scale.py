@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 _LEAST = 2.0**-24
+_GROWTH, _BACKOFF = 2.0, 0.5
 
 
 @dataclass(slots=True)
@@ -22,8 +23,6 @@ class LossScale:
     Attributes:
         value: The scale.
         is_dynamic: Whether the scale changes with the steps' overflows.
-        growth_factor: Factor of the scale after ``growth_interval`` good steps in a row.
-        backoff_factor: Factor of the scale after a skipped step.
         growth_interval: Good steps in a row before the scale grows.
         num_good: Good steps since the last change of the scale or skipped step.
         num_steps: All steps, skipped ones too.
@@ -32,8 +31,6 @@ class LossScale:
 
     value: float = 2.0**16
     is_dynamic: bool = True
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
     growth_interval: int = 2000
     num_good: int = 0
     num_steps: int = 0
@@ -47,9 +44,9 @@ class LossScale:
         if not self.is_dynamic:
             return
         if overflowed:
-            self.value = max(_LEAST, self.value * self.backoff_factor)
+            self.value = max(_LEAST, self.value * _BACKOFF)
         elif self.num_good == self.growth_interval:
-            self.value *= self.growth_factor
+            self.value *= _GROWTH
             self.num_good = 0
 
     def state_dict(self) -> dict[str, float]:

@@ -27,9 +27,9 @@ def measured_bubble(records: Sequence[RankRecord], shape: PipelineShape) -> floa
     spans = [span for record in records for span in record.spans]
     if shape.family.update_rule.is_asynchronous:
         return steady(Timeline(len(records), tuple(spans))).bubble_fraction
-    rounds = [step_timeline(records, step) for step in range(len(records[0].steps))]
-    total = sum(r.num_ranks * r.makespan_seconds for r in rounds)
-    return 1.0 - sum(r.busy_seconds() for r in rounds) / total if total else 0.0
+    steps = [step_timeline(records, step) for step in range(len(records[0].steps))]
+    total = sum(step.num_ranks * step.makespan_seconds for step in steps)
+    return 1.0 - sum(step.busy_seconds() for step in steps) / total if total else 0.0
 
 
 def step_timeline(records: Sequence[RankRecord], step: int) -> Timeline:

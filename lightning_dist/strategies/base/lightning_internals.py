@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -36,7 +36,6 @@ from torchmetrics import Metric
 
 from lightning_dist.engine.tensors.patch import Undo, replace_method
 
-CombinedMode: TypeAlias = Literal["max_size_cycle", "sequential"]
 SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int
 
 # --- signals and errors --------------------------------------------------------------------------

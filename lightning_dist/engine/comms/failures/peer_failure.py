@@ -3,8 +3,8 @@
 Else the others would sit in a receive until the process group's timeout, and report the timeout. So
 each rank has a thread that waits for messages from its successor. A rank that raises sends its
 traceback to its predecessor, which passes it on around the ring. If a rank is killed, the kernel
-closes its connection, which its predecessor sees within milliseconds. No rank is needed for that
-which may be the lost one. Beats and standstills (:mod:`.failures.heartbeat`) go the same way.
+closes its connection, which its predecessor sees within milliseconds. So the report of a lost rank
+needs nothing of that rank. Beats and standstills (:mod:`.failures.heartbeat`) go the same way.
 
 A rank raises a failure where it waits for a pipeline neighbour. A main thread in a collective or in
 the user's code cannot be interrupted: after a grace period its process prints the cause and exits.

@@ -33,9 +33,7 @@ def estimate_offset(pings: Sequence[Ping]) -> ClockOffset:
     return ClockOffset(best.answered - middle, (best.received - best.sent) / 2)
 
 
-def exchange_pings(
-    clock: Callable[[], float], group: dist.ProcessGroup, num_pings: int = _NUM_PINGS
-) -> tuple[ClockOffset, ...]:
+def exchange_pings(clock: Callable[[], float], group: dist.ProcessGroup) -> tuple[ClockOffset, ...]:
     """Measures each rank's clock offset from the first rank's. Collective: every rank must call it.
 
     The first rank asks the others in turn, so that no message waits for another one.
@@ -43,7 +41,6 @@ def exchange_pings(
     Args:
         clock: Clock of this rank, in seconds.
         group: A gloo group, in which nothing else may be under way.
-        num_pings: Number of pings to each rank.
 
     Returns:
         The offsets by rank of the group, the same on all ranks.
@@ -54,9 +51,9 @@ def exchange_pings(
     for peer in range(1, size):
         if rank == 0:
             other = dist.get_global_rank(group, peer)
-            offsets[peer] = estimate_offset([_ask(clock, other, group) for _ in range(num_pings)])
+            offsets[peer] = estimate_offset([_ask(clock, other, group) for _ in range(_NUM_PINGS)])
         elif rank == peer:
-            for _ in range(num_pings):
+            for _ in range(_NUM_PINGS):
                 _answer(clock, first, group)
     flat = torch.tensor([(o.seconds, o.uncertainty_seconds) for o in offsets], dtype=torch.float64)
     dist.broadcast(flat, first, group=group)
