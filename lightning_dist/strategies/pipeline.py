@@ -305,8 +305,3 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self.forget_batches_in_flight()
         super().load_model_state_dict(checkpoint, strict)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.drain()
-        return super().lightning_module_state_dict()

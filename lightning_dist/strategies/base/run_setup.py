@@ -221,6 +221,11 @@ class RunSetup(LayoutFreeCheckpoints):
         Validation, checkpoints and the end of training call it by themselves.
         """
 
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.drain()
+        return super().lightning_module_state_dict()
+
     def before_reading(self) -> None:
         """Called before each training batch is read."""
 

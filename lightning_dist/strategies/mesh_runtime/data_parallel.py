@@ -146,11 +146,6 @@ class DataParallelStrategy(RunSetup):
         )
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.drain()
-        return super().lightning_module_state_dict()
-
-    @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         if self.module.trainer.training:
