@@ -117,7 +117,7 @@ def test_what_hooks_of_all_ranks_change_changes_once(workers: WorkerPool) -> Non
 def fit_synchronised() -> None:
     trainer = make_trainer(devices=2, strategy=HogwildStrategy(), sync_batchnorm=True)
     with pytest.raises(ValueError, match="Synchronised BatchNorm waits in its forward"):
-        trainer.fit(make_module(Still), make_loader(16))
+        trainer.fit(make_module(Still), make_loader(16), make_loader(8))
 
 
 def test_statistics_of_all_ranks_are_refused(workers: WorkerPool) -> None:
