@@ -10,7 +10,7 @@ import os
 import socket
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import lightning.pytorch as pl
 import torch
@@ -26,8 +26,10 @@ from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import ModelCosts, averaged
 from lightning_dist.engine.planning.search.plan import Ranking
 from lightning_dist.engine.planning.search.search import Request, search
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.base import lightning_loaders
+from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.mesh import MeshStrategy, arguments_of
 from lightning_dist.strategies.mesh_runtime.first_call import share_first_batch
@@ -67,7 +69,8 @@ class AutoStrategy(MeshStrategy):
         states_per_parameter: Tensors of a parameter's size that the optimizer keeps: 2 for AdamW, 1
             for momentum, 0 for plain SGD.
         num_plans: Number of plans to compare and print.
-        arguments: Other arguments of :class:`MeshStrategy`, such as ``timeout_s``.
+        tensor: As for :class:`MeshStrategy`.
+        arguments: Those of all strategies, see :class:`.RunArguments`.
 
     Raises:
         ValueError: An argument is out of range, or is one that the plan decides.
@@ -81,7 +84,8 @@ class AutoStrategy(MeshStrategy):
         recompute: bool = True,
         states_per_parameter: int = 2,
         num_plans: int = 10,
-        **arguments: Any,
+        tensor: TensorConfig = TensorConfig(),  # noqa: B008  (it is frozen)
+        **arguments: Unpack[RunArguments],
     ) -> None:
         if planned := sorted({"pipeline", "shard", *MeshShape().sizes} & arguments.keys()):
             raise ValueError(f"The plan decides on {planned}. Leave them out, or use MeshStrategy.")
@@ -90,7 +94,7 @@ class AutoStrategy(MeshStrategy):
         if memory_gib is not None:
             check_positive("memory_gib", memory_gib)
         check_count("states_per_parameter", states_per_parameter, at_least=0)
-        super().__init__(dp_shard=1, meta_init=False, **arguments)
+        super().__init__(dp_shard=1, tensor=tensor, meta_init=False, **arguments)
         self._memory_gib = memory_gib
         # The first batch tells how large it is.
         self._request = Request(
