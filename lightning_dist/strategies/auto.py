@@ -36,6 +36,7 @@ from lightning_dist.strategies.mesh_runtime.first_call import share_first_batch
 from lightning_dist.strategies.mesh_runtime.measure_costs import (
     Measurement,
     memory_of,
+    parameters_per_layer,
     tensor_sizes_of,
 )
 from lightning_dist.strategies.mesh_runtime.measure_machine import (
@@ -157,9 +158,11 @@ class AutoStrategy(MeshStrategy):
         if read is None:
             raise ValueError(f"{purpose}, and this run has none. Use MeshStrategy.")
         machine = self._machine()
-        costs = self._costs(lightning_loaders.to_step(trainer, read[0], self.root_device), machine)
         if self.world_size > 1:
-            machine = self._with_links(machine, costs.parameters_per_layer)
+            # Ahead of the layers, which are faster where large tensors have been freed before, as
+            # in a run.
+            machine = self._with_links(machine, parameters_per_layer(self.module))
+        costs = self._costs(lightning_loaders.to_step(trainer, read[0], self.root_device), machine)
         found: Ranking | str = ""
         if trainer.is_global_zero:
             batch_size = costs.batches[-1].num_samples

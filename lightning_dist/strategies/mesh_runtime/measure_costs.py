@@ -224,6 +224,14 @@ class _FlopRecorder(Recorder):
         return mark
 
 
+def parameters_per_layer(module: nn.Module) -> int:
+    """Returns the number of trainable tensors of a layer that has some, in the mean; at least 1."""
+    counts = [
+        sum(p.requires_grad for p in part.module.parameters()) for part in _find_parts(module)[0]
+    ]
+    return max(1, round(sum(counts) / max(1, sum(count > 0 for count in counts))))
+
+
 def tensor_sizes_of(machine: Machine) -> tuple[int, ...]:
     """Returns the numbers of tensor-parallel ranks to try on a machine: up to 8 of a host."""
     return tuple(n for n in (2, 4, 8) if machine.ranks_per_host % n == 0)

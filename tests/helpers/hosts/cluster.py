@@ -69,8 +69,9 @@ class Network:
         """Returns the lines for ``tc`` that limit what leaves an interface."""
         if self.rate is None:
             return []
-        # A bucket of a millisecond: the kernel's timers are finer, a packet of gloo's is smaller.
-        burst = max(256 * 1024, int(bits_per_second(self.rate) / 8 / 1000))
+        # A bucket of a millisecond, or of the largest packet of a cable. More would let messages
+        # through whole, behind a pause.
+        burst = max(64 * 1024, int(bits_per_second(self.rate) / 8 / 1000))
         bucket = f"burst {burst} latency {_QUEUE_SECONDS * 1e3:.0f}ms"
         return [f"qdisc add dev {interface} root tbf rate {self.rate} {bucket}"]
 

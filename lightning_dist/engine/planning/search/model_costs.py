@@ -96,13 +96,6 @@ class ModelCosts:
         """Bytes of all trainable parameters."""
         return sum(layer.parameter_bytes for layer in self.batches[0].step.layers)
 
-    @property
-    def parameters_per_layer(self) -> int:
-        """Trainable tensors of a layer that has some, in the mean; at least 1."""
-        layers = self.batches[0].step.layers
-        trained = sum(layer.parameter_bytes > 0 for layer in layers)
-        return max(1, round(self.num_parameters / max(1, trained)))
-
     def at(
         self,
         num_samples: float,

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -32,15 +31,6 @@ def test_recomputed_layers_keep_inputs_and_run_twice() -> None:
     layer = model().at(1, recomputes=True).step.layers[0]
     assert (layer.forward_seconds, layer.backward_seconds) == (1.0, 3.0)
     assert layer.activation_bytes == 4
-
-
-def test_parameters_of_a_layer_that_has_some() -> None:
-    assert replace(model(), num_parameters=10).parameters_per_layer == 2  # of four layers
-    first, *others = (costs := measured(1)).step.layers
-    empty = [replace(layer, parameter_bytes=0) for layer in others]
-    step = replace(costs.step, layers=(first, *empty))
-    assert ModelCosts((replace(costs, step=step),), num_parameters=10).parameters_per_layer == 10
-    assert model().parameters_per_layer == 1
 
 
 def test_sizes_that_do_not_rise() -> None:
