@@ -194,7 +194,8 @@ def _destroy(groups: list[dist.ProcessGroup]) -> None:
     threads = []
     while groups:
         dist.destroy_process_group(groups[-1])
-        threads.append(Thread(target=list.pop, args=([groups.pop()],)))  # the last reference
+        last_reference = [groups.pop()]
+        threads.append(Thread(target=last_reference.clear))
         threads[-1].start()
     for thread in threads:
         thread.join()

@@ -6,8 +6,9 @@ data rank and the batch, and ends a run if a rank fails or is asked to stop.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -32,6 +33,7 @@ from lightning_dist.engine.common.environment import (
 )
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
+from lightning_dist.engine.common.names import nearest
 from lightning_dist.engine.comms.failures.parent_watch import ending_with_launcher
 from lightning_dist.engine.comms.failures.peer_failure import Failure
 from lightning_dist.engine.comms.replica_channel import open_channel
@@ -94,6 +96,14 @@ class RunArguments(TypedDict, total=False):
     precision_plugin: Precision | None
 
 
+def _check_names(strategy: type[ProcessMesh], arguments: Iterable[str]) -> None:
+    """Checks what is left of a strategy's arguments, in the name of the user's class."""
+    for name in arguments:
+        if name not in RunArguments.__annotations__:
+            known = [*inspect.signature(strategy).parameters, *RunArguments.__annotations__]
+            raise TypeError(f"{strategy.__name__} has no argument {name!r}.{nearest(name, known)}")
+
+
 class DistributedStrategy(ProcessMesh):
     """Base class; see the module's docstring.
 
@@ -110,6 +120,7 @@ class DistributedStrategy(ProcessMesh):
         check_environment: EnvironmentCheck = "warn",
         **arguments: Any,
     ) -> None:
+        _check_names(type(self), arguments)
         super().__init__(**arguments)
         if read not in get_args(Read):
             raise ValueError(f"read={read!r} must be one of {get_args(Read)}.")

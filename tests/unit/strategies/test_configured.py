@@ -29,3 +29,10 @@ def test_a_strategy_takes_the_arguments_of_all(name: str) -> None:
     assert strategy.timeout_seconds == 7.0
     with pytest.raises(jsonargparse.ArgumentError, match="timeouts"):
         built(f"lightning_dist.{name}", timeouts=7.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_argument_is_named_with_the_one_that_it_resembles(name: str) -> None:
+    expected = f"^{name} has no argument 'timeout'. Did you mean 'timeout_s'?"
+    with pytest.raises(TypeError, match=expected):
+        getattr(lightning_dist, name)(timeout=7.0)
