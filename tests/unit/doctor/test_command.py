@@ -23,7 +23,7 @@ def test_a_strategy_is_named_with_its_sizes() -> None:
     ("text", "message"),
     [
         ("dpp", "dpp: use one of ddp, fsdp"),
-        ("ddp:size=2", "unexpected keyword argument 'size'"),
+        ("ddp:size=2", "DDPStrategy has no argument 'size'"),
         ("mesh:tp=0", "tp=0"),
     ],
 )
