@@ -59,7 +59,10 @@ class ServerSession:
             self.server = ParameterServer(self._shard, options, workers)
             of_workers: dict[int, tuple[Receiver, Sender]] = {self._rank: own}
             for worker in set(workers) - {self._rank}:
-                receiver = DistributedReceiver(there, worker, device, timeout_seconds=None)
+                # A worker's goodbye is no failure, whose cause would have to be awaited.
+                receiver = DistributedReceiver(
+                    there, worker, device, timeout_seconds=None, cause_seconds=0.0
+                )
                 of_workers[worker] = receiver, DistributedSender(back, worker)
             outlives = options.mode == "async"
             self._serving = Serving(self.server, self._rank, of_workers, outlives_workers=outlives)
