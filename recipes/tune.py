@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         tune(tuning, ranks)
     except ValueError as error:
-        sys.exit(f"error: {error}" if ranks.is_first else 1)
+        if ranks.is_first:  # at once: a launcher that sees another rank's end may end this one
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     finally:
         ranks.close()
 
