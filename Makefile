@@ -40,7 +40,7 @@ test: install $(DOCS_STAMP)  ## Run the checks and the tests, of most matrices t
 
 $(ALL_STAMP): $(STAMP)
 	# Whose tests take long.
-	$(PIP_INSTALL) onnx onnxruntime onnxscript mlflow-skinny
+	$(PIP_INSTALL) bitsandbytes onnx onnxruntime onnxscript mlflow-skinny
 	touch $@
 
 test-all: $(ALL_STAMP)  ## As `test`, with all cells of all tests; hours

@@ -101,8 +101,10 @@ def shard(
         The roots.
 
     Raises:
-        ValueError: A unit's trainable parameters are of several dtypes.
+        ValueError: A unit's trainable parameters are of several dtypes, or a parameter's class is
+            derived from ``nn.Parameter``.
     """
+    _check_classes(module)
     _check_stacks(module, mesh)
     apart = set() if kept is None else set(kept.parameters())
     _check_dtypes(roots, module, units, apart)
@@ -175,6 +177,20 @@ def _check_dtypes(
                 f"The unit {unit_name} would have trainable parameters of several"
                 f" dtypes: {', '.join(held)}. Give them one, or make the modules with another one"
                 " units of their own: wrap=AnyOf(EachBlock(), ByName([...]))."
+            )
+
+
+def _check_classes(module: nn.Module) -> None:
+    """Checks that no parameter has a class whose attributes FSDP2 would lose."""
+    # It replaces parameters. bitsandbytes' have scales as attributes: without a word of complaint
+    # their gradients are wrong from the second step on.
+    for name, parameter in module.named_parameters():
+        found = type(parameter)
+        if nn.Parameter in found.__mro__[1:]:
+            raise ValueError(
+                f"{name!r} is a {found.__name__}, which FSDP2 would replace by a plain parameter"
+                " without the attributes of its class, such as the scales of integers. Use"
+                " DDPStrategy or PipelineStrategy, which leave parameters as they are."
             )
 
 

@@ -58,6 +58,20 @@ def shard_whole(module: nn.Module, units: list[Unit], mesh: DeviceMesh, **option
     shard([module], module, units, mesh, ShardingOptions(**options))
 
 
+class Scaled(nn.Parameter):
+    """A parameter with a scale, as those of a quantised layer have."""
+
+    scale = 1.0
+
+
+def test_a_parameter_with_attributes_of_its_class_is_refused(mesh: DeviceMesh) -> None:
+    module = make()
+    module[2].bias = Scaled(torch.zeros(4), requires_grad=False)
+    with pytest.raises(ValueError, match=r"^'2\.bias' is a Scaled, which FSDP2 would replace"):
+        shard_whole(module, [], mesh)
+    assert not any(isinstance(p, DTensor) for p in module.parameters())
+
+
 def whole_parts(module: nn.Module) -> list[str]:
     """Names what is gathered."""
     named = module.named_parameters()
