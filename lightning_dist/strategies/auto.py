@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
-from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.comms.group_pool import pool_of_world
 from lightning_dist.engine.planning.search.machine import Machine
@@ -231,7 +231,7 @@ class AutoStrategy(MeshStrategy):
         machine = replace(
             machine,
             alone=measure_alone(replicas["dp_shard"], device, parameters_per_unit),
-            update_seconds=measure_updates(replicas["dp_replicate"], device, self._states),
+            update_seconds=measure_updates(replicas[DATA_AXES], device, self._states),
         )
         if device.type == "cpu":  # GPUs compute while their host prepares
             size = next(n for n in range(2, self.world_size + 1) if self.world_size % n == 0)

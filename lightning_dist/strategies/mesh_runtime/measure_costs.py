@@ -51,8 +51,8 @@ from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_
 _ROUNDS, _REPEATS = 5, 2
 _FIRST_UPDATES, _UPDATES = 2, 5
 _LAUNCH_SECONDS = 4e-6  # of an operation on a GPU
-_MOST_SIZES = 4
-_FEWER = 4  # a measured micro-batch has so many times fewer samples than the next
+_MOST_SIZES = 8
+_FEWER = 2  # a measured micro-batch has so many times fewer samples than the next
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Measurement:
                 sizes.append(-(-sizes[-1] // _FEWER))
             if statistics and num_samples > 1:  # BatchNorm takes no single sample
                 sizes = sorted({max(2, size) for size in sizes}, reverse=True)
-            update = self._update_seconds(module)
+            update, adding = self._update_seconds(module), self._adding_seconds(module)
             rounds = [
                 [self._measure(module, parts, batch, size, update) for size in sizes[::-1]]
                 for _ in range(1 if self.flops_per_second else _ROUNDS)
@@ -113,6 +113,7 @@ class Measurement:
             can_cut=can_cut,
             is_tied=len(names) > len(list(module.parameters())),
             whole_batches=bool(statistics),
+            adding_seconds=adding,
         )
         return (
             costs
@@ -192,6 +193,21 @@ class Measurement:
             finish(self.device)
             taken.append(time.perf_counter() - start)
         return median(taken[_FIRST_UPDATES:])
+
+    def _adding_seconds(self, module: nn.Module) -> float:
+        """Times adding gradients to gradients, and returns the seconds of a byte."""
+        if self.flops_per_second is not None:
+            return 0.0  # it depends on the bandwidth of the memory
+        sums = [torch.zeros_like(p) for p in module.parameters() if p.requires_grad]
+        new = [torch.zeros_like(each) for each in sums]
+        taken = []
+        for _ in range(_FIRST_UPDATES + _UPDATES):
+            start = time.perf_counter()
+            for held, gradient in zip(sums, new, strict=True):
+                held.add_(gradient)
+            finish(self.device)
+            taken.append(time.perf_counter() - start)
+        return median(taken[_FIRST_UPDATES:]) / max(1, sum(each.nbytes for each in sums))
 
 
 def optimizer_of(parameters: Sequence[Tensor], states_per_parameter: int) -> Optimizer:

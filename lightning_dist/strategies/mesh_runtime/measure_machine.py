@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -112,7 +112,7 @@ def measure_updates(mesh: DeviceMesh, device: torch.device, states_per_parameter
     Collective: every rank of the world must call it.
 
     Args:
-        mesh: Ranks that share parameters with this rank.
+        mesh: Replicas and shards, as data-parallel ranks have them.
         device: Device of the parameters.
         states_per_parameter: Tensors of a parameter's size that the optimizer keeps.
     """
@@ -122,7 +122,7 @@ def measure_updates(mesh: DeviceMesh, device: torch.device, states_per_parameter
         for _ in range(_NUM_UPDATED):
             value = torch.zeros(_WIDTH, device=device)
             if is_sharded:
-                value = DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+                value = DTensor.from_local(value, mesh, [Replicate(), Shard(0)], run_check=False)
             parameters.append(nn.Parameter(value))
             parameters[-1].grad = torch.zeros_like(value)
         step = optimizer_of(parameters, states_per_parameter).step

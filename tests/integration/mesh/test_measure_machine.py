@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.comms.group_pool import pool_of_world
 from lightning_dist.engine.planning.traffic import MessageKind
 from lightning_dist.strategies.mesh_runtime.measure_machine import (
@@ -33,7 +33,7 @@ def measure() -> dict[str, Any]:
         "alone": measure_alone(replicas["dp_shard"], device, 4),
         "axis": measure_axis(pool.mesh(MeshShape(tp=2), "cpu", "gloo")["tp"], device, 4),
         "tensor": measure_tensor_layers(pool.mesh(MeshShape(tp=2), "cpu", "gloo"), device),
-        "updates": measure_updates(replicas["dp_replicate"], device, 2),
+        "updates": measure_updates(replicas[DATA_AXES], device, 2),
         "stages": measure_stages(MeshShape(pp=2), dist.get_rank(), 30.0),
     }
     dist.destroy_process_group()

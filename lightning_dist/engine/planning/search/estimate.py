@@ -34,7 +34,7 @@ from lightning_dist.engine.schedules.registry import build_schedule, find_schedu
 from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.simulator import StageCosts, makespan_seconds
 
-_Key = tuple[float, int, bool, bool]
+_Key = tuple[float, int, bool, int | None]
 """What the costs of a micro-batch depend on."""
 
 
@@ -80,9 +80,9 @@ class Estimator:
 
     def batch(self, layout: Layout) -> MeasuredBatch:
         """Returns the costs of one micro-batch of a layout, without messages."""
-        size, tp, recomputes, in_turns = key = _key(layout)
+        size, tp, recomputes, count = key = _key(layout)
         if key not in self._batches:
-            found = self.costs.at(size, tp, recomputes=recomputes, in_turns=in_turns)
+            found = self.costs.at(size, tp, recomputes=recomputes, num_microbatches=count)
             self._batches[key] = found
         return self._batches[key]
 
@@ -376,9 +376,8 @@ class Estimator:
 
 
 def _key(layout: Layout) -> _Key:
-    # A single micro-batch is on one rank of a pipeline at a time.
-    in_turns = layout.mesh.pp > 1 and layout.num_microbatches == 1
-    return layout.microbatch_size, layout.mesh.tp, layout.recomputes, in_turns
+    count = layout.num_microbatches if layout.mesh.pp > 1 else None
+    return layout.microbatch_size, layout.mesh.tp, layout.recomputes, count
 
 
 @cache

@@ -62,6 +62,7 @@ class ModelCosts:
         whole_batches: Whether a batch must stay whole, as BatchNorm needs it.
         layers: The argument of :class:`.PipelineConfig` of this name that finds the layers.
         waiting: How much longer layers take where ranks compute at the same time and meet.
+        adding_seconds: Time of adding a byte of gradients to those of earlier micro-batches.
 
     Raises:
         ValueError: There is no size, or sizes are of different layers.
@@ -76,6 +77,7 @@ class ModelCosts:
     whole_batches: bool = False
     layers: str = "auto"
     waiting: float = 1.0
+    adding_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         """Checks the sizes."""
@@ -102,7 +104,7 @@ class ModelCosts:
         tp: int = 1,
         *,
         recomputes: bool = False,
-        in_turns: bool = False,
+        num_microbatches: int | None = None,
     ) -> MeasuredBatch:
         """Returns the costs of a micro-batch on tensor-parallel ranks, without their messages.
 
@@ -110,10 +112,12 @@ class ModelCosts:
             num_samples: Samples of the micro-batch.
             tp: Number of tensor-parallel ranks.
             recomputes: Whether layers keep their inputs only, and run again in the backward.
-            in_turns: Whether one rank computes at a time, so that none waits for a slower one.
+            num_microbatches: Micro-batches of a step on stages, whose gradients are added up; None
+                without stages. A single one is on one rank at a time, so that none waits for a
+                slower one.
         """
         found = self._between(num_samples)
-        if not in_turns:
+        if num_microbatches != 1:
             found = replace(found, step=found.step.times(self.waiting))
         layers = list(found.step.layers)
         if tp > 1:
@@ -122,6 +126,9 @@ class ModelCosts:
             layers = [_shard(layer, 1.0 - share * (1.0 - 1.0 / tp)) for layer, share in pairs]
         if recomputes:
             layers = [_recompute(layer) for layer in layers]
+        if num_microbatches is not None:
+            per_byte = self.adding_seconds * (1.0 - 1.0 / num_microbatches)  # the first add to none
+            layers = [_add(layer, per_byte) for layer in layers]
         return replace(found, step=replace(found.step, layers=tuple(layers)))
 
     def _between(self, num_samples: float) -> MeasuredBatch:
@@ -151,7 +158,11 @@ def averaged(costs: Sequence[ModelCosts]) -> ModelCosts:
         for how in (fmean, max)
     )
     times = [sum(b.step.compute_seconds for b in each.batches) for each in (mean, slowest)]
-    return replace(mean, waiting=times[1] / times[0] if times[0] else 1.0)
+    return replace(
+        mean,
+        waiting=times[1] / times[0] if times[0] else 1.0,
+        adding_seconds=fmean(each.adding_seconds for each in costs),
+    )
 
 
 def _combined(
@@ -201,6 +212,11 @@ def _shard(layer: LayerCosts, left: float) -> LayerCosts:
         parameter_bytes=round(layer.parameter_bytes * left),
         activation_bytes=kept + round((layer.activation_bytes - kept) * left),
     )
+
+
+def _add(layer: LayerCosts, seconds_per_byte: float) -> LayerCosts:
+    seconds = seconds_per_byte * layer.parameter_bytes
+    return replace(layer, backward_seconds=layer.backward_seconds + seconds)
 
 
 def _recompute(layer: LayerCosts) -> LayerCosts:

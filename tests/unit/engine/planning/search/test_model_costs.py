@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -54,7 +55,22 @@ def test_ranks_wait_for_the_slowest_in_each_layer_unless_they_take_turns() -> No
             slowest += max(each.seconds for each in both)
     assert found.waiting == pytest.approx(slowest / mean)
     assert found.waiting > 1.1
-    alone, together = (found.at(1, in_turns=in_turns).step for in_turns in (True, False))
+    alone, together = (found.at(1, num_microbatches=count).step for count in (1, 2))
     assert together == alone.times(found.waiting)
     assert alone.layers == found.batches[0].step.layers
     assert together.update_seconds == pytest.approx(4.0 * found.waiting)
+
+
+def test_stages_add_the_gradients_of_all_micro_batches_but_the_first() -> None:
+    costs = ModelCosts((measured(1),), adding_seconds=0.5)
+    (plain, *_), bytes_of_it = costs.at(1).step.layers, 100
+    for count, share in ((1, 0.0), (2, 0.5), (4, 0.75)):
+        layer, *_ = costs.at(1, num_microbatches=count).step.layers
+        assert layer.backward_seconds == plain.backward_seconds + share * 0.5 * bytes_of_it
+        assert layer.forward_seconds == plain.forward_seconds
+    sharded = model(tensor=True)
+    both = [replace(sharded, adding_seconds=rate).at(1, 2, num_microbatches=2) for rate in (0.0, 1)]
+    times = [batch.step.layers[0].backward_seconds for batch in both]
+    assert times[1] - times[0] == 0.5 * 75
+    rates = [replace(costs, adding_seconds=rate) for rate in (1.0, 2.0)]
+    assert averaged(rates).adding_seconds == 1.5
