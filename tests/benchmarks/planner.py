@@ -1,9 +1,10 @@
 """Plans beside what they take: ``python -m tests.benchmarks.planner``.
 
 In each cell, a model on some ranks over some link, :class:`~lightning_dist.AutoStrategy` measures
-and ranks the layouts. Then each of its plans trains, and the table has predicted and measured times
-side by side, and how far the chosen plan is from the fastest. A rank has one thread. Throttled
-links join hosts of namespaces, a rank on each, and need root and iproute2.
+and ranks the layouts. Then each of its plans trains. Of some such rounds, the table has the medians
+of predicted and measured times side by side and of their ratios, and how far each round's chosen
+plan is from the fastest, by the medians. A rank has one thread. Throttled links join hosts of
+namespaces, a rank on each, and need root and iproute2.
 
 The speed of a shared machine drifts. So each rank trains alone for some steps beside every run, and
 a measured time is given as it would be at the speed that the machine had when the plans were made:
@@ -17,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -131,7 +132,7 @@ def fit(name: str, strategy: Any, world: tuple[int, int], count: int) -> float:
     return watch.seconds
 
 
-def plain_seconds(name: str, count: int = 5) -> float:
+def plain_seconds(name: str, count: int = 9) -> float:
     """Trains without any strategy, for the speed of the machine at this moment."""
     model = MODELS[name]
     module = Classifier(name).train()
@@ -151,35 +152,57 @@ def plain_seconds(name: str, count: int = 5) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """A plan, the seconds of a step in each run of it, and the peak bytes of the fullest rank."""
+    """A plan, the predicted and measured seconds of a step in each run, and a rank's peak bytes."""
 
     plan: Plan
-    seconds: list[float]
+    predicted: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        pairs = zip(self.measured, self.predicted, strict=True)
+        return statistics.median(measured / predicted for measured, predicted in pairs)
+
+    @property
+    def seconds_per_sample(self) -> float:
+        return statistics.median(self.measured) / self.plan.layout.global_batch
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The plans of a cell, the first round's best one first, and the best one of each round."""
+
+    rows: list[Row]
+    chosen: list[str]
 
 
 def run_cell(
     name: str, world: tuple[int, int], options: dict[str, Any], count: int, rounds: int
-) -> list[Row]:
-    """Ranks the layouts on this rank, and trains with each."""
+) -> Cell:
+    """Ranks the layouts on this rank, and trains with each; in each round anew."""
     quieten()
     torch.set_num_threads(1)
-    auto = AutoStrategy(num_plans=1000, **options)
-    before = plain_seconds(name)
-    fit(name, auto, world, WARMUP + 1)
-    assert auto.ranking is not None
-    plain = plain_seconds(name)
-    reference = (before + plain) / 2
-    rows = [Row(plan, []) for plan in auto.ranking.plans]
+    rows: dict[str, Row] = {}
+    chosen = []
     for _ in range(rounds):
-        for row in rows:
-            seconds = fit(name, MeshStrategy.from_plan(row.plan), world, WARMUP + count)
+        auto = AutoStrategy(num_plans=1000, **options)
+        before = plain_seconds(name)
+        fit(name, auto, world, WARMUP + 1)
+        assert auto.ranking is not None
+        plain = plain_seconds(name)
+        reference = (before + plain) / 2
+        chosen.append(str(auto.ranking.best.layout))
+        for plan in auto.ranking.plans:
+            seconds = fit(name, MeshStrategy.from_plan(plan), world, WARMUP + count)
             before, plain = plain, plain_seconds(name)
-            drift, expected = (before + plain) / 2 / reference, row.plan.estimate
+            drift, expected = (before + plain) / 2 / reference, plan.estimate
             sent = expected.exposed_seconds
             at_that_speed = sent + drift * (expected.step_seconds - sent)
-            row.seconds.append(seconds * expected.step_seconds / at_that_speed)
-    return rows
+            row = rows.setdefault(str(plan.layout), Row(plan))
+            row.predicted.append(expected.step_seconds)
+            row.measured.append(seconds * expected.step_seconds / at_that_speed)
+    return Cell([*rows.values()], chosen)
 
 
 def peak_bytes(name: str, world: tuple[int, int], plan: Plan) -> int:
@@ -198,29 +221,27 @@ def with_peak(row: Row, name: str, ranks: int) -> Row:
     return replace(row, peak_bytes=max(peaks))
 
 
-def table_of(title: str, rows: list[Row]) -> Table:
+def table_of(title: str, cell: Cell) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("plan")
     for heading in ("batch", "predicted ms", "measured ms", "ratio", "samples/s"):
         table.add_column(heading, justify="right")
     for heading in ("predicted MiB", "measured MiB", "ratio"):
         table.add_column(heading, justify="right")
-    for row in rows:
-        plan, step = row.plan, row.plan.estimate.step_seconds
-        measured, batch = statistics.median(row.seconds), plan.layout.global_batch
-        cells = [f"{step * 1e3:.1f}", f"{measured * 1e3:.1f}", f"{measured / step:.2f}"]
-        cells.append(f"{batch / measured:.0f}")
+    for row in cell.rows:
+        times = [f"{1e3 * statistics.median(t):.1f}" for t in (row.predicted, row.measured)]
+        cells = [*times, f"{row.ratio:.2f}", f"{1 / row.seconds_per_sample:.0f}"]
         if row.peak_bytes:
-            held = plan.estimate.memory.peak
+            held = row.plan.estimate.memory.peak
             cells += [f"{held / 2**20:.1f}", f"{row.peak_bytes / 2**20:.1f}"]
             cells.append(f"{row.peak_bytes / held:.2f}")
-        table.add_row(str(plan.layout), str(batch), *cells)
-    rates = [statistics.median(row.seconds) / row.plan.layout.global_batch for row in rows]
-    ratios = [r / row.plan.seconds_per_sample for row, r in zip(rows, rates, strict=True)]
-    near = sum(abs(ratio - 1.0) <= 0.15 for ratio in ratios)
+        table.add_row(str(row.plan.layout), str(row.plan.layout.global_batch), *cells)
+    rates = {str(row.plan.layout): row.seconds_per_sample for row in cell.rows}
+    losses = sorted(rates[layout] / min(rates.values()) for layout in cell.chosen)
+    near = sum(abs(row.ratio - 1.0) <= 0.15 for row in cell.rows)
     table.caption = (
-        f"the chosen plan takes {rates[0] / min(rates):.2f} times the fastest one's time;"
-        f" {near} of {len(rows)} plans within 15 %"
+        f"the chosen plan takes {', '.join(f'{loss:.2f}' for loss in losses)} times the fastest"
+        f" one's time; {near} of {len(cell.rows)} plans within 15 %"
     )
     return table
 
@@ -233,7 +254,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", help="that are allowed; default: all")
     parser.add_argument("--recompute", action="store_true", help="try recomputation, too")
     parser.add_argument("--batches", type=int, default=8, help="timed batches of a run")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each plan")
+    parser.add_argument("--rounds", type=int, default=3, help="rankings, and runs of each plan")
     parser.add_argument("--memory", action="store_true", help="measure peaks, over the loopback")
     asked = parser.parse_args()
     options = {"schedules": asked.schedules, "recompute": asked.recompute}
@@ -254,10 +275,10 @@ def main() -> None:
                         stack.callback(far.close)
                         case = (run_cell, name, (1, ranks), *arguments)
                         found = far.run_on([*range(ranks)], *case, timeout=SECONDS_PER_CELL)
-                rows = found[0]
+                cell = found[0]
                 if asked.memory and rate == "loopback":
-                    rows = [with_peak(row, name, ranks) for row in rows]
-                Console(width=140).print(table_of(f"{name}, {ranks} ranks, {rate}", rows))
+                    cell = replace(cell, rows=[with_peak(r, name, ranks) for r in cell.rows])
+                Console(width=140).print(table_of(f"{name}, {ranks} ranks, {rate}", cell))
 
 
 if __name__ == "__main__":
