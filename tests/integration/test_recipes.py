@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -78,7 +79,6 @@ def run_in_pool(arguments: list[str]) -> str:
     return output.getvalue() + "".join(str(warning.message) for warning in caught)
 
 
-@pytest.mark.some("gpt_ddp_powersgd", "gpt_pipedream_bf16", "gpt_zbv")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_each_config_trains(workers: WorkerPool, config: Path, tmp_path: Path) -> None:
     arguments = words(
@@ -199,6 +199,28 @@ def test_the_study_of_stale_weights_goes_on_where_it_was(
 
 
 SCRIPTS = {path: r for path, r in find_recipes().items() if "recipes.train" not in r.command}
+
+
+def run_script(words: list[str]) -> None:
+    """Runs the words of a recipe's command in a process that is there already."""
+    module, *arguments = words[len(words) - words[::-1].index("-m") :]
+    before, sys.argv = sys.argv, [module, *arguments]
+    try:
+        importlib.import_module(module).main()
+    finally:
+        sys.argv = before
+
+
+@pytest.mark.parametrize("config", SCRIPTS, ids=lambda path: path.stem)
+def test_each_script_runs_a_few_steps(workers: WorkerPool, config: Path, tmp_path: Path) -> None:
+    recipe = SCRIPTS[config]
+    if install := recipe.missing():
+        pytest.skip(f"{config.stem} needs: {install}")
+    writes = "recipes." in recipe.command
+    options = [*recipe.few_steps, *([f"--out={tmp_path}"] if writes else [])]
+    num_ranks = 2 if recipe.command.startswith("torchrun") else 1
+    workers.run(num_ranks, run_script, recipe.words(config, options), timeout=120.0)
+    assert not writes or any(tmp_path.iterdir())
 
 
 @pytest.mark.long
