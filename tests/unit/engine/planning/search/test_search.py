@@ -11,6 +11,7 @@ from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.search.estimate import Estimator
 from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.machine import Machine
+from lightning_dist.engine.planning.search.model_costs import ModelCosts
 from lightning_dist.engine.planning.search.plan import Plan, Price
 from lightning_dist.engine.planning.search.search import Request, all_layouts, search, why
 from tests.unit.engine.planning.search.models import model
@@ -22,8 +23,13 @@ def machine(memory: float, world_size: int = 8, **others: float) -> Machine:
     return Machine(world_size, memory, 2, INSIDE, BETWEEN, **others)  # type: ignore[arg-type]
 
 
+def drawn(seed: int) -> ModelCosts:
+    """Layers of drawn times, whose ranks wait for each other and add gradients up."""
+    return replace(model(6, seed, tensor=True), adding_seconds=0.01, waiting=1.1)
+
+
 def by_brute_force(seed: int, where: Machine, request: Request) -> list[tuple[float, Layout]]:
-    costs, found = model(6, seed, tensor=True), []
+    costs, found = drawn(seed), []
     for layout in all_layouts(costs, where, request):
         estimator = Estimator(costs, where)  # a new one, which remembers nothing of other layouts
         fitting = estimator.fitting(estimator.with_partition(layout))
@@ -42,7 +48,7 @@ def by_brute_force(seed: int, where: Machine, request: Request) -> list[tuple[fl
 )
 def test_the_ten_best_of_all(memory: float, overlap: float, batch: dict[str, int]) -> None:
     where, request = machine(memory, overlap=overlap), Request(**batch)  # type: ignore[arg-type]
-    found = search(model(6, 1, tensor=True), where, request)
+    found = search(drawn(1), where, request)
     expected = by_brute_force(1, where, request)[: len(found.plans)]
     times = [plan.seconds_per_sample for plan in found.plans]
     assert times == pytest.approx([seconds for seconds, _ in expected], rel=1e-9)
@@ -51,7 +57,7 @@ def test_the_ten_best_of_all(memory: float, overlap: float, batch: dict[str, int
 
 def test_bounds_are_bounds() -> None:
     where = machine(1e9)
-    estimator = Estimator(model(6, 3, tensor=True), where)
+    estimator = Estimator(drawn(3), where)
     for layout in all_layouts(estimator.costs, where, Request(global_batch=24)):
         cut = estimator.with_partition(layout)
         step = estimator.estimate(cut).step_seconds
