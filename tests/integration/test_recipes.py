@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -9,7 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,15 @@ from recipes.staleness.trial import SYNC, TWO_VERSIONS, Trial
 from tests.helpers.networks.models import make_trainer
 from tests.helpers.processes.workers import WorkerPool
 
+DIGITS = Path("recipes/configs/digits_ddp.yaml")
 WANDB = Path("recipes/configs/gpt_wandb.yaml")  # whose logger is not CSV's: test_tracking.py
 CONFIGS = sorted(set(Path("recipes/configs").glob("gpt_*.yaml")) - {WANDB})
-DIGITS = Path("recipes/configs/digits_ddp.yaml")
+OTHERS = {
+    path: recipe
+    for path, recipe in find_recipes().items()
+    if path.name not in {config.name for config in (*CONFIGS, DIGITS)}
+}
+SCRIPTS = {path: r for path, r in OTHERS.items() if "recipes.train" not in r.command}
 SHORT = [
     "--trainer.max_epochs=1",
     "--data.train_samples=96",
@@ -198,28 +205,33 @@ def test_the_study_of_stale_weights_goes_on_where_it_was(
     assert (tmp_path / "adamw.png").exists()
 
 
-SCRIPTS = {path: r for path, r in find_recipes().items() if "recipes.train" not in r.command}
-
-
-def run_script(words: list[str]) -> None:
+def run_words(words: list[str], folder: Path) -> None:
     """Runs the words of a recipe's command in a process that is there already."""
     module, *arguments = words[len(words) - words[::-1].index("-m") :]
+    is_training = module == "recipes.train"  # which writes to ./runs
     before, sys.argv = sys.argv, [module, *arguments]
     try:
-        importlib.import_module(module).main()
+        with warnings.catch_warnings(), contextlib.chdir(folder) if is_training else nullcontext():
+            warnings.simplefilter("ignore")  # Lightning's and jsonargparse's, which a user sees
+            importlib.import_module(module).main()
     finally:
         sys.argv = before
 
 
-@pytest.mark.parametrize("config", SCRIPTS, ids=lambda path: path.stem)
-def test_each_script_runs_a_few_steps(workers: WorkerPool, config: Path, tmp_path: Path) -> None:
-    recipe = SCRIPTS[config]
+@pytest.mark.parametrize("config", OTHERS, ids=lambda path: path.stem)
+def test_each_other_recipe_runs_a_few_steps(
+    workers: WorkerPool, config: Path, tmp_path: Path
+) -> None:
+    recipe = OTHERS[config]
     if install := recipe.missing():
         pytest.skip(f"{config.stem} needs: {install}")
     writes = "recipes." in recipe.command
-    options = [*recipe.few_steps, *([f"--out={tmp_path}"] if writes else [])]
+    options = [f"--out={tmp_path}"] if writes and config in SCRIPTS else []
     num_ranks = 2 if recipe.command.startswith("torchrun") else 1
-    workers.run(num_ranks, run_script, recipe.words(config, options), timeout=120.0)
+    if config not in SCRIPTS:
+        num_ranks = yaml.safe_load(config.read_text())["trainer"]["devices"]
+    words = recipe.words(config, [*recipe.few_steps, *options])
+    workers.run(num_ranks, run_words, words, tmp_path, timeout=120.0)
     assert not writes or any(tmp_path.iterdir())
 
 

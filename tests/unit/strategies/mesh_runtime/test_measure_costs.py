@@ -34,7 +34,8 @@ class Whole(L.LightningModule):
 def test_a_device_that_is_not_there_counts_operations() -> None:
     module = skeleton_of(GPT(width=32, depth=2, num_heads=2))
     costs = META.costs(module, map_tensors(lambda t: t.to("meta"), (TOKENS, TOKENS)))
-    assert [batch.num_samples for batch in costs.batches] == [1, 4]
+    assert [batch.num_samples for batch in costs.batches] == [1, 2, 4]
+    assert costs.adding_seconds == 0.0
     embedding, block, _, head = costs.batches[-1].step.layers
     matrices = 12 * 32 * 32  # multiplied with each of the 64 tokens, twice the operations
     attention = 2 * 2 * 16 * 32  # scores and mixture
@@ -51,7 +52,9 @@ def test_a_device_that_is_not_there_counts_operations() -> None:
 
 def test_bytes_are_those_of_a_real_step() -> None:
     module = GPT(width=32, depth=2, num_heads=2)
-    real = Measurement().costs(module, (TOKENS, TOKENS)).batches[-1]
+    costs = Measurement().costs(module, (TOKENS, TOKENS))
+    assert 0.0 < costs.adding_seconds < 1e-6
+    real = costs.batches[-1]
     counted = META.costs(
         skeleton_of(module), map_tensors(lambda t: t.to("meta"), (TOKENS, TOKENS))
     ).batches[-1]
