@@ -6,11 +6,13 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import os
 import subprocess
 import sys
 import warnings
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -69,15 +71,15 @@ def words(config: Path, root: Path, *extra: str) -> list[str]:
     return ["fit", f"--config={config}", *SHORT, logger, *extra]
 
 
-def run_in_pool(arguments: list[str]) -> str:
-    """Runs the command line in a process that is there already, as torchrun's would be."""
+def run_in_pool(arguments: list[str], main: Callable[[], object] = run) -> str:
+    """Runs a command line in a process that is there already, as torchrun's would be."""
     before, output = sys.argv, io.StringIO()
-    sys.argv = ["recipes.train", *arguments]
+    sys.argv = ["recipes", *arguments]
     os.environ["COLUMNS"] = "100"
     try:
         with warnings.catch_warnings(record=True) as caught, redirect_stdout(output):
             warnings.simplefilter("always")
-            run()
+            main()
     except SystemExit as end:  # a help does so, with code 0
         if end.code:
             raise
@@ -205,17 +207,13 @@ def test_the_study_of_stale_weights_goes_on_where_it_was(
     assert (tmp_path / "adamw.png").exists()
 
 
-def run_words(words: list[str], folder: Path) -> None:
-    """Runs the words of a recipe's command in a process that is there already."""
+def run_words(words: list[str], folder: Path) -> str:
+    """Runs the words of a recipe's command in the pool."""
     module, *arguments = words[len(words) - words[::-1].index("-m") :]
-    is_training = module == "recipes.train"  # which writes to ./runs
-    before, sys.argv = sys.argv, [module, *arguments]
-    try:
-        with warnings.catch_warnings(), contextlib.chdir(folder) if is_training else nullcontext():
-            warnings.simplefilter("ignore")  # Lightning's and jsonargparse's, which a user sees
-            importlib.import_module(module).main()
-    finally:
-        sys.argv = before
+    if module == "recipes.train":  # which writes to ./runs
+        with contextlib.chdir(folder):
+            return run_in_pool(arguments)
+    return run_in_pool(arguments, importlib.import_module(module).main)
 
 
 @pytest.mark.parametrize("config", OTHERS, ids=lambda path: path.stem)
@@ -225,14 +223,16 @@ def test_each_other_recipe_runs_a_few_steps(
     recipe = OTHERS[config]
     if install := recipe.missing():
         pytest.skip(f"{config.stem} needs: {install}")
-    writes = "recipes." in recipe.command
-    options = [f"--out={tmp_path}"] if writes and config in SCRIPTS else []
-    num_ranks = 2 if recipe.command.startswith("torchrun") else 1
-    if config not in SCRIPTS:
+    options = [*recipe.few_steps]
+    if config in SCRIPTS:
+        num_ranks = 2 if recipe.command.startswith("torchrun") else 1
+        options += [f"--out={tmp_path}"] if "recipes." in recipe.command else []
+    else:
         num_ranks = yaml.safe_load(config.read_text())["trainer"]["devices"]
-    words = recipe.words(config, [*recipe.few_steps, *options])
-    workers.run(num_ranks, run_words, words, tmp_path, timeout=120.0)
-    assert not writes or any(tmp_path.iterdir())
+    words = recipe.words(config, options)
+    output, *_ = workers.run(num_ranks, run_words, words, tmp_path, timeout=120.0)
+    assert recipe.result is not None
+    assert math.isfinite(recipe.result.read(output))  # as `make recipes` reads it
 
 
 @pytest.mark.long

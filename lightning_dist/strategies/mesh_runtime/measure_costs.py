@@ -49,7 +49,7 @@ from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
 
 _ROUNDS, _REPEATS = 5, 2
-_FIRST_UPDATES, _UPDATES = 2, 5
+_FIRST_RUNS, _RUNS = 2, 5  # of updates and sums
 _LAUNCH_SECONDS = 4e-6  # of an operation on a GPU
 _MOST_SIZES = 8
 _FEWER = 2  # a measured micro-batch has so many times fewer samples than the next
@@ -185,14 +185,7 @@ class Measurement:
             copy.grad = torch.zeros_like(copy)
         if not copies:
             return 0.0
-        optimizer = optimizer_of(copies, self.states_per_parameter)
-        taken = []
-        for _ in range(_FIRST_UPDATES + _UPDATES):  # the first ones make states, and touch memory
-            start = time.perf_counter()
-            optimizer.step()
-            finish(self.device)
-            taken.append(time.perf_counter() - start)
-        return median(taken[_FIRST_UPDATES:])
+        return self._median_seconds(optimizer_of(copies, self.states_per_parameter).step)
 
     def _adding_seconds(self, module: nn.Module) -> float:
         """Times adding gradients to gradients, and returns the seconds of a byte."""
@@ -200,14 +193,21 @@ class Measurement:
             return 0.0  # it depends on the bandwidth of the memory
         sums = [torch.zeros_like(p) for p in module.parameters() if p.requires_grad]
         new = [torch.zeros_like(each) for each in sums]
-        taken = []
-        for _ in range(_FIRST_UPDATES + _UPDATES):
-            start = time.perf_counter()
+
+        def add() -> None:
             for held, gradient in zip(sums, new, strict=True):
                 held.add_(gradient)
+
+        return self._median_seconds(add) / max(1, sum(each.nbytes for each in sums))
+
+    def _median_seconds(self, run: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(_FIRST_RUNS + _RUNS):  # the first ones make states, and touch memory
+            start = time.perf_counter()
+            run()
             finish(self.device)
             taken.append(time.perf_counter() - start)
-        return median(taken[_FIRST_UPDATES:]) / max(1, sum(each.nbytes for each in sums))
+        return median(taken[_FIRST_RUNS:])
 
 
 def optimizer_of(parameters: Sequence[Tensor], states_per_parameter: int) -> Optimizer:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.tensors.tree import map_tensors
-from lightning_dist.strategies.mesh_runtime.measure_costs import Measurement
+from lightning_dist.strategies.mesh_runtime.measure_costs import Measurement, parameters_per_layer
 from recipes.gpt import GPT
 
 TOKENS = torch.zeros(4, 16, dtype=torch.int64)
@@ -85,3 +85,16 @@ def test_a_step_that_fails_is_explained() -> None:
     assert "to measure it" in error.value.__notes__[0]
     with pytest.raises(ValueError, match="no samples"):
         Measurement().costs(Whole(), {"name": "x"})
+
+
+def test_parameters_of_a_layer_that_has_some() -> None:
+    class Uneven(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            frozen = nn.Linear(2, 2).requires_grad_(False)
+            self.layers = nn.Sequential(
+                nn.Linear(2, 2), nn.Tanh(), nn.Sequential(*map(nn.Linear, (2, 2), (2, 2))), frozen
+            )
+
+    assert parameters_per_layer(Uneven()) == 3  # of layers with 2, 0, 4 and 0
+    assert parameters_per_layer(L.LightningModule()) == 1
