@@ -33,13 +33,13 @@ from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.mesh import MeshStrategy, arguments_of
 from lightning_dist.strategies.mesh_runtime.first_call import share_first_batch
-from lightning_dist.strategies.mesh_runtime.measure_costs import (
+from lightning_dist.strategies.mesh_runtime.measuring.costs import (
     Measurement,
     memory_of,
     parameters_per_layer,
     tensor_sizes_of,
 )
-from lightning_dist.strategies.mesh_runtime.measure_machine import (
+from lightning_dist.strategies.mesh_runtime.measuring.machine import (
     measure_alone,
     measure_axis,
     measure_stages,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Unpack
 
 import lightning.pytorch as pl
@@ -22,11 +21,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
+from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig, Wire
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
-from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
+from lightning_dist.engine.data_parallel.wrapped_replica import WrappedReplica
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.strategies.base.distributed import RunArguments
@@ -143,14 +142,7 @@ class DDPStrategy(LocalReplicas):
     @override
     def place_model(self, trainer: pl.Trainer) -> None:
         super().place_model(trainer)
-        group, control_group = self.device_group(*DATA_AXES), self.data_group
-        replicas = ReplicaOptions(
-            exchange=self._exchange,
-            group=group,
-            control_group=control_group,
-            make_notes=partial(self.make_notes, control_group),
-            is_automatic=lambda: self.module.automatic_optimization,
-        )
+        replicas = self.replica_options(self._exchange)
         how = Parallelism(shard=None, replicas=replicas if self.is_fitting else None)
         self._replica = parallelize(self.module, self.mesh_of_ranks, how).replica
 

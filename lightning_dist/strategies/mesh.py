@@ -109,6 +109,12 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         return cls(**planned, **arguments)
 
     @override
+    def replicates(self, shape: MeshShape) -> bool:
+        # Offloaded, even a rank by itself has something to gather.
+        is_sharded = self._shard_config.offload != "none" or self._policy.is_manual
+        return shape.has_whole_model and not is_sharded
+
+    @override
     def end_training(self) -> None:
         super().end_training()
         self._measurements = self.sharded.measure(self.group(*self.mesh.sizes))
@@ -167,4 +173,12 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         checks.check_precision(str(self.precision_plugin.precision), shape.tp)
         how = self.parallelism(shape)
         states = optimizer_states_per_parameter
-        return DryRun(shape, how, self.precision_plugin, sample_batch, states).run(module)
+        averages = self.replicates(shape) and not self._local_config.averages_weights
+        return DryRun(
+            shape,
+            how,
+            self.precision_plugin,
+            sample_batch,
+            states,
+            averaged_axes=("dp_replicate",) if averages else (),
+        ).run(module)

@@ -141,7 +141,9 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "num_replicas"), [("ddp", 2), ("stages", 1), ("tensor", 1)])
+@pytest.mark.parametrize(
+    ("name", "num_replicas"), [("ddp", 2), ("replicas", 2), ("stages", 1), ("tensor", 1)]
+)
 def test_adapters_on_four_bits_train_as_on_one_device(
     workers: WorkerPool, base: Path, name: str, num_replicas: int
 ) -> None:
@@ -154,7 +156,6 @@ def test_adapters_on_four_bits_train_as_on_one_device(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["fsdp", "replicas"])
-def test_four_bits_are_not_sharded(workers: WorkerPool, base: Path, name: str) -> None:
-    for message in workers.run(2, train_four_bits, base, name, 2, 2):
+def test_four_bits_are_not_sharded(workers: WorkerPool, base: Path) -> None:
+    for message in workers.run(2, train_four_bits, base, "fsdp", 2, 2):
         assert "q_proj.base_layer.weight' is a Params4bit, which FSDP2 would replace" in message

@@ -67,7 +67,7 @@ def reduce_tensor(
         reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a ``ReduceOp``.
 
     Returns:
-        The result; the mean of an integer tensor is floating.
+        The result; the mean of an integer tensor is floating, and of the default dtype.
     """
     if dist.get_world_size(group) == 1:
         return tensor
@@ -75,9 +75,9 @@ def reduce_tensor(
     is_mean = name in ("mean", "avg", dist.ReduceOp.AVG)
     value = tensor.detach().clone()
     if is_mean and not value.is_floating_point():
-        value = value.double()
+        value = value.long()  # a sum of few bits would overflow
     op = getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) and not is_mean else name
     dist.all_reduce(value, op=dist.ReduceOp.SUM if is_mean else op, group=group)
     if is_mean:
-        value /= dist.get_world_size(group)
+        value = value / dist.get_world_size(group)
     return value

@@ -57,6 +57,11 @@ class MeshShape:
         """The number of ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def has_whole_model(self) -> bool:
+        """Whether each rank has the whole model."""
+        return self.pp == self.dp_shard == self.tp == 1
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the index of a global rank along each axis."""
         places: dict[str, int] = {}

@@ -62,14 +62,14 @@ class GradientExchange:
         find_unused_parameters: Whether steps may leave parameters out.
     """
 
-    compression: Compression
-    topk_fraction: float
-    powersgd_rank: int
-    powersgd_start_step: int
-    overlap: bool
-    bucket_megabytes: float
-    static_graph: bool
-    find_unused_parameters: bool
+    compression: Compression = "none"
+    topk_fraction: float = 0.01
+    powersgd_rank: int = 2
+    powersgd_start_step: int = 1000
+    overlap: bool = True
+    bucket_megabytes: float = 25.0
+    static_graph: bool = False
+    find_unused_parameters: bool = False
 
     def wrap(self, module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
         """Wraps a module, whose replicas are equal already.

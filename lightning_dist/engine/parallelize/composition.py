@@ -77,7 +77,7 @@ class Parallelism:
         example: Sources of an example call, by which a model without layers is traced; None traces
             no model.
         data_axes: The axes of the mesh that FSDP shards over, or averages each step's gradients
-            over.
+            over; none, and ``shard`` only says which units compile and recompute.
         replicas: How whole replicas average their gradients; None averages none. A replica is on
             its device already, and equal on all ranks.
     """

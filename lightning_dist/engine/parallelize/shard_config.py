@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
 
 from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap import WrapPolicy, parse_policy
 
@@ -16,6 +18,9 @@ Offload = Literal["none", "cpu"]
 ActivationCheckpointing = Literal["none", "full", "selective"]
 Sharded = Literal["parameters", "gradients", "optimizer"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
+_COMPRESSION: Mapping[ReduceDtype, Compression] = MappingProxyType(
+    {"float32": "none", "bfloat16": "bf16", "float16": "fp16"}
+)
 
 
 @dataclass(frozen=True)  # without slots, which the command line's parser does not take
@@ -79,6 +84,18 @@ class ShardConfig:
             param_dtype,
             reduce_dtype=None if param_dtype is None else getattr(torch, self.reduce_dtype),
             offload=self.offload == "cpu",
+        )
+
+    def exchange(self, param_dtype: torch.dtype | None, *, is_manual: bool) -> GradientExchange:
+        """Returns how gradients are averaged where FSDP has nothing to shard.
+
+        Args:
+            param_dtype: As for :meth:`options`.
+            is_manual: Whether a step calls backward by itself, maybe for one of several optimizers.
+        """
+        return GradientExchange(
+            compression="none" if param_dtype is None else _COMPRESSION[self.reduce_dtype],
+            find_unused_parameters=self.find_unused_parameters or is_manual,
         )
 
 

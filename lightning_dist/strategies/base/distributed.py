@@ -231,7 +231,7 @@ class DistributedStrategy(ProcessMesh):
     @property
     def holds_whole_model(self) -> bool:
         """Whether each rank has the whole model."""
-        return self.mesh.pp == self.mesh.dp_shard == self.mesh.tp == 1
+        return self.mesh.has_whole_model
 
     def view(self) -> RankView:
         """Returns what callbacks see of this rank, from ``setup_environment`` on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,9 +18,11 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
+from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterSteps
+from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 
@@ -74,6 +77,17 @@ class LocalReplicas(DataParallelStrategy):
     @override
     def gradient_axes(self) -> tuple[str, ...]:
         return ("dp_shard",) if self._local_config.averages_weights else DATA_AXES
+
+    def replica_options(self, exchange: GradientExchange) -> ReplicaOptions:
+        """Returns how whole replicas average their gradients. Collective."""
+        group, control_group = self.device_group(*DATA_AXES), self.data_group
+        return ReplicaOptions(
+            exchange=exchange,
+            group=group,
+            control_group=control_group,
+            make_notes=partial(self.make_notes, control_group),
+            is_automatic=lambda: self.module.automatic_optimization,
+        )
 
     @property
     def is_local(self) -> bool:

@@ -23,7 +23,7 @@ from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.pipeline.measurements import predict_memory
-from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, sharded
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated, sharded
 from lightning_dist.engine.sharding.deferred_init.api import DeferredModel
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
@@ -53,6 +53,7 @@ from lightning_dist.strategies.mesh_runtime.kept_sharding import (
 )
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_rounds
 from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
+from lightning_dist.strategies.mesh_runtime.replicated_module import ReplicatedModule
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 
@@ -93,6 +94,10 @@ class ShardedPlacement(LocalReplicas):
         with brief_mistakes():
             checks.check_gathers(self.device_backend, self.root_device.type, self.mesh.tp)
 
+    def replicates(self, shape: MeshShape) -> bool:
+        """Whether ranks of a mesh hold the whole module, and FSDP has nothing to shard."""
+        return False
+
     @property
     def device_mesh(self) -> DeviceMesh:
         """Torch's mesh of the data axes, with ``dp_shard`` behind ``dp_replicate`` if there is one.
@@ -130,6 +135,8 @@ class ShardedPlacement(LocalReplicas):
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:
         if self.mesh.tp > 1 or (self.mesh.pp > 1 and self.mesh.dp_shard > 1):
             return None
+        if self.replicates(self.mesh):
+            return replicated(part, self.mesh.data_size, accumulates=accumulates)
         if self.sharded.pipeline is not None:
             return predict_memory(self.sharded.pipeline, part)
         summary = self.sharded.summary
@@ -195,12 +202,10 @@ class ShardedPlacement(LocalReplicas):
 
     def _shard(self) -> ShardedModule:
         data_parallel_checks.check_module(self.module, self.world_group)
-        checks.check_shardable(self.module, self._policy.is_manual)
-        if self.mesh.pp > 1 or self.mesh.tp > 1:
-            checks.check_automatic(self.module)
-        # On a mesh, FSDP2 wraps replicas too, as one shard each, and a single rank as well.
-        if axis(self.mesh_of_ranks, *self.gradient_axes) is not None:
-            checks.check_hooks(self.module)
+        if self.replicates(self.mesh):
+            data_parallel_checks.check_whole(self.module)
+        else:
+            self._check_shardable()
         early = EarlyParameters(self.module)
         self._deferred.look_at(self.module)
         self.model = self.precision_plugin.convert_module(self.module)
@@ -217,6 +222,14 @@ class ShardedPlacement(LocalReplicas):
         keep_sharding(KeptSharding(sharded, self._layout, self.mesh_of_ranks))
         return sharded
 
+    def _check_shardable(self) -> None:
+        checks.check_shardable(self.module, self._policy.is_manual)
+        if self.mesh.pp > 1 or self.mesh.tp > 1:
+            checks.check_automatic(self.module)
+        # FSDP2 wraps replicas of stages and of tensor-parallel layers too, as one shard each.
+        if axis(self.mesh_of_ranks, *self.gradient_axes) is not None:
+            checks.check_hooks(self.module)
+
     @override
     def model_to_device(self) -> None:
         self.sharded.move(self.root_device, offloaded=self._shard_config.offload == "cpu")
@@ -229,14 +242,16 @@ class ShardedPlacement(LocalReplicas):
             tensor=self._tensor_config,
             shard=self._shard_config,
             sharding=self._shard_config.options(param_dtype_of(self.precision_plugin)),
-            data_axes=self.gradient_axes,
+            data_axes=() if self.replicates(shape) else self.gradient_axes,
             half=None if plugin is None else plugin.half,
         )
 
     def _composed(self) -> ShardedModule:
         config, statistics = self._pipeline_config, tuple[str, ...]()
-        is_manual = not self.module.automatic_optimization
-        asked = replace(self.parallelism(self.mesh), is_manual=is_manual)
+        asked = self.parallelism(self.mesh)
+        if self.replicates(self.mesh):
+            return ReplicatedModule(parallelize(self.module, self.mesh_of_ranks, asked))
+        asked = replace(asked, is_manual=not self.module.automatic_optimization)
         if self.mesh.pp > 1:
             statistics = find_batch_statistics(self.module)
             config = with_whole_batches(config, self.mesh.pp) if statistics else config

@@ -31,10 +31,11 @@ from lightning_dist.strategies.base.model_checks import (
     check_optimizers,
     check_sharded_optimizers,
 )
-from lightning_dist.strategies.base.precision_plugin import half_precision_of
+from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.placement import ShardedPlacement
+from lightning_dist.strategies.mesh_runtime.replicated_module import ReplicatedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 from lightning_dist.strategies.pipelining.checks import check_trainer, one_optimizer
 
@@ -50,7 +51,8 @@ class ShardedStrategy(ShardedPlacement):
     @override
     def check_run(self, trainer: pl.Trainer) -> None:
         checks.check_precision(str(self.precision_plugin.precision), self.mesh.tp)
-        if half_precision_of(self.precision_plugin) is not None:
+        is_half = half_precision_of(self.precision_plugin) is not None
+        if is_half and not self.replicates(self.mesh):
             checks.check_half_precision(self.module, self._policy.is_manual)
         if not self.is_fitting:
             return
@@ -104,6 +106,10 @@ class ShardedStrategy(ShardedPlacement):
         half = half_precision_of(self.precision_plugin)
         if half is not None and self.sharded.is_sharded:
             half.leave_to_shards()
+        if self.is_fitting and isinstance(self.sharded, ReplicatedModule) and self.world_size > 1:
+            dtype, is_manual = param_dtype_of(self.precision_plugin), self.sharded.is_manual
+            exchange = self._shard_config.exchange(dtype, is_manual=is_manual)
+            self.sharded.open_replica(self.replica_options(exchange), lambda: self.is_local)
         if self.mesh.pp > 1:
             self.sharded.open(self, self._complete_gradients)
             assert isinstance(self.sharded, StagedModule)
@@ -133,6 +139,12 @@ class ShardedStrategy(ShardedPlacement):
             self._sharded.interrupt(error)
 
     # --- steps -------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        # Behind the hooks that freeze and unfreeze, ahead of all contexts of the step.
+        self.sharded.begin_batch()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +184,7 @@ class ShardedStrategy(ShardedPlacement):
 
     def _complete_gradients(self) -> None:
         self.sharded.add_gradients()
-        if self._local is not None and not self.is_local:  # the warm-up
+        if self._local is not None and not (self.is_local or self.replicates(self.mesh)):
             average_gradients(self.module.parameters(), self.device_group("dp_replicate"))
         without = self.sharded.without_gradient()
         is_usual = self._shard_config.find_unused_parameters or self.sharded.is_manual

@@ -146,6 +146,9 @@ class ShardedModule:
 
     # --- steps -------------------------------------------------------------------------------
 
+    def begin_batch(self) -> None:
+        """Prepares for a training batch. Collective: every rank must call it."""
+
     def train(
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
@@ -256,8 +259,12 @@ class ShardedModule:
         for name in names:
             self.module.get_parameter(name).grad = None
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns the context manager in which no backward sends gradients."""
+        return self._keeping_gradients()
+
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def _keeping_gradients(self) -> Iterator[None]:
         """Keeps the gradients of all backwards inside on this rank, unsharded."""
         for shards in self._shards:
             shards.set_requires_gradient_sync(False)

@@ -255,6 +255,7 @@ STRATEGIES: dict[str, Entry] = {
         is_sharded=True,
         tolerance=math.inf,
     ),
+    "replicas": Entry(2, 2, partial(MeshStrategy, dp_replicate=2, timeout_s=20.0)),
     "replicas_of_shards": Entry(
         4, 4, partial(FSDPStrategy, shard_size=2, timeout_s=20.0), is_slow=True, is_sharded=True
     ),

@@ -67,6 +67,7 @@ ENTRIES: dict[str, Entry] = {
     "tp-2": Entry(2, 1, partial(TensorParallelStrategy, plan=PLAN), is_typical=True),
     "shard-2-tp-2": Entry(4, 2, partial(MeshStrategy, tp=2, tensor=TensorConfig(plan=PLAN))),
     "pp-2-shard-2": Entry(4, 2, partial(MeshStrategy, pp=2, pipeline=HALVES), is_typical=True),
+    "replicate-2": Entry(2, 2, partial(MeshStrategy, dp_replicate=2)),
     "pp-2-replicate-2": Entry(4, 2, partial(MeshStrategy, pp=2, dp_replicate=2, dp_shard=1)),
     "pp-2-tp-2": Entry(
         4, 1, partial(MeshStrategy, pp=2, tp=2, tensor=TensorConfig(plan=PLAN), pipeline=THIRDS)

@@ -84,14 +84,20 @@ class Case:
 
 
 class Counting(TorchDispatchMode):
-    """Counts what goes over the groups of torch's mesh; ranks agree on a run over others."""
+    """Counts what goes over the groups of torch's mesh; ranks agree on a run over others.
 
-    def __init__(self, mesh: Any) -> None:
+    Whole replicas average over the group of all ranks, in which they agree on nothing in a step.
+    """
+
+    def __init__(self, strategy: MeshStrategy) -> None:
         super().__init__()
+        mesh = strategy.mesh_of_ranks
         self.counts: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
         names = mesh.mesh_dim_names
         self._axes = {mesh.get_group(n).group_name: n for n in names if mesh[n].size() > 1}
+        if strategy.replicates(strategy.mesh):
+            self._axes[strategy.data_group.group_name] = "dp_replicate"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -135,7 +141,7 @@ def train_a_step(case: Case) -> Held:
     step = strategy.optimizer_step
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        with Counting(strategy.mesh_of_ranks) as counting:
+        with Counting(strategy) as counting:
             if case.sizes.get("pp", 1) > 1:
                 channels = strategy.sharded.session.channels
                 links, ties = channels.links, channels.ties

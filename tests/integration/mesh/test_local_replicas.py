@@ -47,6 +47,7 @@ SIZES: dict[str, dict[str, int]] = {
     "stages": {"pp": 2, "dp_shard": 1},
     "tensor": {"tp": 2, "dp_shard": 1},
 }
+WHOLE = {"ddp", "whole"}  # replicas, of one rank each
 
 
 def loader_of(inside: str) -> DataLoader:
@@ -68,7 +69,7 @@ def strategy_of(inside: str, local: LocalConfig, save_full: bool | None) -> Any:
         tensor=TENSOR,
         local=local,
         save_full=save_full,
-        **SIZES[inside],
+        **SIZES.get(inside, {}),
     )
 
 
@@ -83,7 +84,7 @@ def fit(
     module = make_module(Classifier, optimizer="adamw" if folder is not None else "sgd")
     saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     trainer = make_trainer(
-        devices=2 if inside == "ddp" else 4,
+        devices=2 if inside in WHOLE else 4,
         strategy=strategy_of(inside, local, save_full),
         max_epochs=1 if folder is None else 2,
         limit_val_batches=0,
@@ -91,7 +92,7 @@ def fit(
         callbacks=[saves] if folder is not None else [],
         **(options or {}),
     )
-    loader = share_of(int(os.environ["RANK"]), NUM_SAMPLES) if inside == "ddp" else None
+    loader = share_of(int(os.environ["RANK"]), NUM_SAMPLES) if inside in WHOLE else None
     trainer.fit(module, loader or loader_of(inside), make_loader(8), ckpt_path=resume)
     return state_of(module)
 
@@ -109,6 +110,12 @@ def all_alike(ranks: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 def test_equals_the_recursion(workers: WorkerPool, inside: str) -> None:
     config = LocalConfig(5, sync_warmup_steps=2, outer=DILOCO)
     with all_alike(workers.run(4, fit, inside, config)) as found:
+        assert difference(found, recursion(5, DILOCO, 2)) < 1e-12
+
+
+def test_whole_replicas_equal_the_recursion(workers: WorkerPool) -> None:
+    config = LocalConfig(5, sync_warmup_steps=2, outer=DILOCO)
+    for found in workers.run(2, fit, "whole", config):
         assert difference(found, recursion(5, DILOCO, 2)) < 1e-12
 
 

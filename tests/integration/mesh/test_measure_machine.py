@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.comms.group_pool import pool_of_world
 from lightning_dist.engine.planning.traffic import MessageKind
-from lightning_dist.strategies.mesh_runtime.measure_machine import (
+from lightning_dist.strategies.mesh_runtime.measuring.machine import (
     measure_alone,
     measure_axis,
     measure_stages,

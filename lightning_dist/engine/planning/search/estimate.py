@@ -337,7 +337,9 @@ class Estimator:
         kept[-1] += batch.rest_bytes
         if layout.mesh.pp == 1:
             sizes = [layer.parameter_bytes for layer in layers]
-            return memory_of_whole(sizes, layout.mesh.dp_shard, kept[0] + again, states)
+            is_plain = layout.mesh.has_whole_model or layout.mesh.data_size == 1
+            shard_size = None if is_plain else layout.mesh.dp_shard
+            return memory_of_whole(sizes, shard_size, kept[0] + again, states)
         found = []
         for part, flights in zip(self._parts(layout), self._flights(layout), strict=True):
             most = max(sum(n * kept[s] for s, n in counts) for counts in flights)
@@ -370,7 +372,7 @@ class Estimator:
         whole, mesh = self.costs.parameter_bytes, layout.mesh
         part = parameters / whole if whole else 1.0
         seconds = self.batch(layout).step.update_seconds * part / mesh.dp_shard
-        if mesh.data_size == mesh.tp == 1:  # plain tensors
+        if mesh.has_whole_model or mesh.data_size == mesh.tp == 1:  # plain tensors
             return seconds
         return seconds + self.machine.update_seconds * self.costs.num_parameters * part
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, pipelined, sharded
+from lightning_dist.engine.planning.memory import (
+    RankMemory,
+    TrainedPart,
+    pipelined,
+    replicated,
+    sharded,
+)
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 
 Flights = frozenset[tuple[tuple[int, int], ...]]
@@ -13,18 +19,20 @@ Flights = frozenset[tuple[tuple[int, int], ...]]
 
 
 def memory_of_whole(
-    sizes: Sequence[int], shard_size: int, activations: float, states: float
+    sizes: Sequence[int], shard_size: int | None, activations: float, states: float
 ) -> RankMemory:
     """Returns the memory of a rank without stages, whose FSDP units are the layers.
 
     Args:
         sizes: Bytes of each layer's parameters.
-        shard_size: Number of ranks that share them.
+        shard_size: Number of ranks that share them; None without FSDP.
         activations: Bytes of all activations.
         states: Bytes of optimizer state for each byte of parameters.
     """
     neighbours = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
     part = TrainedPart(sum(sizes), round(activations))
+    if shard_size is None:
+        return _with_states(replicated(part, 1), states)
     return _with_states(sharded(part, shard_size, neighbours, max(sizes)), states)
 
 

@@ -13,6 +13,7 @@ from lightning_dist.engine.planning.traffic import MessageKind
 
 INSIDE = "layers' results"
 """What tensor-parallel ranks wait for."""
+_BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel
 
 
 def along_data(
@@ -30,6 +31,13 @@ def along_data(
     mesh = layout.mesh
     if mesh.data_size == 1:
         return {}
+    if mesh.has_whole_model:
+        count = 1 + num_bytes // _BUCKET_BYTES
+        return {
+            "gradients": _rings(
+                machine, mesh, "dp_replicate", MessageKind.ALL_REDUCE, num_bytes, count
+            )
+        }
     both = (MessageKind.ALL_GATHER, MessageKind.REDUCE_SCATTER)
     if mesh.dp_shard > 1:
         found = [_rings(machine, mesh, "dp_shard", k, num_bytes, num_units) for k in both]

@@ -24,9 +24,12 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist.engine.common.device_mesh import build_mesh
+from lightning_dist.engine.common.device_group import DeviceGroup
+from lightning_dist.engine.common.device_mesh import axis, build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
 from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.pipeline.microbatch import Microbatch
@@ -62,6 +65,7 @@ class DryRun:
         precision: Converts the module, and creates the context manager that a step runs in.
         batch: A loader's batch for one rank, of which only shapes and dtypes are used.
         optimizer_states_per_parameter: Tensors of a parameter's size that the optimizer keeps.
+        averaged_axes: Axes along which whole gradients are averaged; none where FSDP does it.
     """
 
     mesh: MeshShape
@@ -69,6 +73,7 @@ class DryRun:
     precision: Precision
     batch: Any
     optimizer_states_per_parameter: int
+    averaged_axes: tuple[str, ...] = ()
 
     def run(self, module: pl.LightningModule) -> DryRunSummary:
         """Tries each place in a pipeline; the user's module is not changed.
@@ -129,8 +134,9 @@ class DryRun:
         asked = replace(self.asked, shard=replace(self.asked.shard, compile=False))
         ledger = TrafficLedger()
         with fake_rank(rank, self.mesh.world_size):
-            composed = parallelize(module, build_mesh(self.mesh, _CPU.type), asked)
-            step = DryStep(run=self, composed=composed, rank=rank, ledger=ledger)
+            ranks = build_mesh(self.mesh, _CPU.type)
+            composed = parallelize(module, ranks, asked)
+            step = DryStep(run=self, composed=composed, rank=rank, ranks=ranks, ledger=ledger)
             with without_values(TrafficCounter(ledger, self.mesh)):
                 tensors = named_tensors(module)  # from meta to the CPU, without memory either
                 fill(module, tensors, lambda name: _without_values(tensors[name]), _CPU)
@@ -160,12 +166,14 @@ class DryStep:
         run: The dry run.
         composed: The user's module, made parallel.
         rank: The rank that runs the step.
+        ranks: The mesh of all ranks.
         ledger: Records the bytes that this rank sends to other stages.
     """
 
     run: DryRun
     composed: ParallelModule
     rank: int
+    ranks: DeviceMesh
     ledger: TrafficLedger
 
     def train(self, batch: Any, known: Mapping[int, Sent]) -> Mapping[int, Sent]:
@@ -207,6 +215,10 @@ class DryStep:
 
         sharded.backward(loss, differentiate, accumulating=False)
         sharded.add_gradients()
+        averaged = axis(self.ranks, *self.run.averaged_axes)
+        if averaged is not None:
+            group = DeviceGroup(averaged.get_group(), _CPU)
+            average_gradients(self.composed.module.parameters(), group)
 
     def _run_stages(
         self, batch: Any, rest: tuple[int, ...], known: Mapping[int, Sent]

@@ -12,6 +12,7 @@ from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.search.estimate import Estimator
 from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.machine import Machine
+from lightning_dist.engine.planning.search.model_costs import MeasuredBatch
 from lightning_dist.engine.planning.traffic import MessageKind
 from tests.unit.engine.planning.search.models import model
 
@@ -30,11 +31,31 @@ def test_one_rank() -> None:
     assert (found.memory.parameters, found.memory.optimizer_state) == (400, 800)
 
 
-def test_replicas_wait_for_a_ring_of_each_unit() -> None:
-    found = estimator(2).estimate(Layout(MeshShape(dp_replicate=2), 1, partition=(4,)))
-    # Five units (the layers and the root), two rounds each; all gradients pass the link once.
-    assert found.exposed_seconds == pytest.approx(5 * 2 * 0.5 + 400 / 10.0)
-    assert found.waits["gradients"].num_bytes == 400
+def test_replicas_wait_for_a_ring_of_each_bucket() -> None:
+    layout = Layout(MeshShape(dp_replicate=2), 1, partition=(4,))
+    found = estimator(2).estimate(layout)
+    # One bucket, two rounds; all gradients pass the link once.
+    assert found.exposed_seconds == pytest.approx(2 * 0.5 + 400 / 10.0)
+    assert {name: wait.num_bytes for name, wait in found.waits.items()} == {"gradients": 400}
+    assert found.memory.unsharded == found.memory.buffers == 0
+    # 100 MiB of gradients in four buckets of 25 MiB, and the rest.
+    large = replace(model(), batches=(_with_bytes(model().batches[0], 25 * 2**20),))
+    machine = Machine(2, 1e9, within=LinksByKind(Link(0.5, 1e30)))
+    assert Estimator(large, machine).estimate(layout).exposed_seconds == pytest.approx(5 * 2 * 0.5)
+
+
+def _with_bytes(batch: MeasuredBatch, num_bytes: int) -> MeasuredBatch:
+    layers = tuple(replace(layer, parameter_bytes=num_bytes) for layer in batch.step.layers)
+    return replace(batch, step=replace(batch.step, layers=layers))
+
+
+def test_replicas_of_tensor_parallel_ranks_wait_for_a_ring_of_each_unit() -> None:
+    layout = Layout(MeshShape(dp_replicate=2, tp=2), 1, partition=(4,))
+    found = estimator(4).estimate(layout)
+    # Five units (the layers and the root), two rounds each.
+    sent = sum(layer.parameter_bytes for layer in estimator(4).batch(layout).step.layers)
+    assert found.waits["gradients"].num_bytes == sent < 400
+    assert found.waits["gradients"].seconds == pytest.approx(5 * 2 * 0.5 + sent / 10.0)
 
 
 def test_shards_gather_twice_and_update_their_part() -> None:
@@ -49,13 +70,15 @@ def test_shards_gather_twice_and_update_their_part() -> None:
 def test_units_cost_replicas_what_they_cost_a_rank_alone() -> None:
     gather, scatter = Link(0.25, 400.0), Link(0.125, 200.0)
     alone = LinksByKind(SLOW, {MessageKind.ALL_GATHER: gather, MessageKind.REDUCE_SCATTER: scatter})
-    layout = Layout(MeshShape(dp_replicate=2), 1, partition=(4,))
-    plain, found = (estimator(2, **more).estimate(layout) for more in ({}, {"alone": alone}))
-    # Gathered for the forward and for the backward; 400 bytes in five units.
-    assert found.waits["parameters"].seconds == pytest.approx(2 * (5 * 0.25 + 1.0))
+    layout = Layout(MeshShape(pp=2, dp_replicate=2), 1, partition=(2, 2))
+    plain, found = (estimator(4, **more).estimate(layout) for more in ({}, {"alone": alone}))
+    # Gathered once for all micro-batches; 200 bytes of a stage in three units.
+    assert found.waits["parameters"].seconds == pytest.approx(3 * 0.25 + 0.5)
     more = found.waits["gradients"].seconds - plain.waits["gradients"].seconds
-    assert more == pytest.approx(5 * 0.125 + 2.0)
+    assert more == pytest.approx(3 * 0.125 + 1.0)
     assert found.waits["parameters"].num_bytes == plain.waits["parameters"].seconds == 0
+    whole = Layout(MeshShape(dp_replicate=2), 1, partition=(4,))
+    assert estimator(2, alone=alone).estimate(whole) == estimator(2).estimate(whole)
     shards = Layout(MeshShape(dp_shard=2), 1, partition=(4,))
     assert estimator(2, alone=alone).estimate(shards) == estimator(2).estimate(shards)
 
@@ -108,11 +131,12 @@ def test_ranks_that_share_cores_take_turns_with_what_their_host_does() -> None:
 def test_updates_of_sharded_parameters_take_more_of_the_host() -> None:
     costs = replace(model(), num_parameters=8)
     layouts = {
-        8 * 0.5: Layout(MeshShape(dp_replicate=2), 1, partition=(4,)),
-        4 * 0.5: Layout(MeshShape(pp=2, dp_shard=2), 1, partition=(2, 2)),
-        0.0: Layout(MeshShape(pp=2), 1, partition=(2, 2)),
+        Layout(MeshShape(dp_shard=2), 1, partition=(4,)): 8 * 0.5,
+        Layout(MeshShape(pp=2, dp_shard=2), 1, partition=(2, 2)): 4 * 0.5,
+        Layout(MeshShape(pp=2), 1, partition=(2, 2)): 0.0,
+        Layout(MeshShape(dp_replicate=2), 1, partition=(4,)): 0.0,
     }
-    for more, layout in layouts.items():
+    for layout, more in layouts.items():
         world = layout.mesh.world_size
         before, after = (
             Estimator(costs, Machine(world, 1e9, update_seconds=each)).estimate(layout)

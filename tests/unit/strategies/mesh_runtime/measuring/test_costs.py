@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.tensors.tree import map_tensors
-from lightning_dist.strategies.mesh_runtime.measure_costs import Measurement, parameters_per_layer
+from lightning_dist.strategies.mesh_runtime.measuring.costs import Measurement, parameters_per_layer
 from recipes.gpt import GPT
 
 TOKENS = torch.zeros(4, 16, dtype=torch.int64)

@@ -49,7 +49,7 @@ from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
 
 _ROUNDS, _REPEATS = 5, 2
-_FIRST_RUNS, _RUNS = 2, 5  # of updates and sums
+_FIRST_RUNS, _RUNS = 2, 5  # of updates and sums; the first ones make states, and touch memory
 _LAUNCH_SECONDS = 4e-6  # of an operation on a GPU
 _MOST_SIZES = 8
 _FEWER = 2  # a measured micro-batch has so many times fewer samples than the next
@@ -95,7 +95,8 @@ class Measurement:
                 sizes.append(-(-sizes[-1] // _FEWER))
             if statistics and num_samples > 1:  # BatchNorm takes no single sample
                 sizes = sorted({max(2, size) for size in sizes}, reverse=True)
-            update, adding = self._update_seconds(module), self._adding_seconds(module)
+            adding = self._adding_seconds(module)
+            update = _TimedUpdate(module, self.device, self.states_per_parameter)
             rounds = [
                 [self._measure(module, parts, batch, size, update) for size in sizes[::-1]]
                 for _ in range(1 if self.flops_per_second else _ROUNDS)
@@ -107,7 +108,7 @@ class Measurement:
             ]
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         costs = ModelCosts(
-            tuple(measured),
+            tuple(update.added_to(batch) for batch in measured),
             states_per_parameter=self.states_per_parameter,
             num_parameters=sum(p.requires_grad for p in module.parameters()),
             can_cut=can_cut,
@@ -127,7 +128,7 @@ class Measurement:
         parts: Sequence[Part],
         batch: Any,
         size: int,
-        update_seconds: float,
+        update: _TimedUpdate,
     ) -> MeasuredBatch:
         whole = batch_size_of(batch) or size
         micro = split(batch, max(1, whole // size))[0]
@@ -147,7 +148,7 @@ class Measurement:
                 if repeats:
                     profiler.start()  # discards the first, which allocates
                 for _ in range(repeats):
-                    self._step(module, micro.content, clock)
+                    self._step(module, micro.content, clock, update if size == whole else None)
         except Exception as error:
             error.add_note(
                 "The planner runs `training_step` on one rank to measure it, outside of a fit."
@@ -164,28 +165,25 @@ class Measurement:
             in_layers = sum(getattr(layer, name) for layer in layers)
             rest[f"loss_{name}"] = max(0.0, median(taken[-max(1, repeats) :]) - in_layers)
         kept = max(0, meter.peak_bytes - sum(layer.activation_bytes for layer in layers))
-        step = StepCosts(layers, update_seconds=update_seconds, **rest)
+        step = StepCosts(layers, **rest)
         return MeasuredBatch(micro.num_samples, step, kept)
 
-    def _step(self, module: pl.LightningModule, batch: Any, clock: Recorder) -> None:
+    def _step(
+        self,
+        module: pl.LightningModule,
+        batch: Any,
+        clock: Recorder,
+        update: _TimedUpdate | None = None,
+    ) -> None:
         arguments = arguments_of(module.training_step, batch, 1)
         with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.FORWARD, 0)), self.context():
             loss = Loss.of(module.training_step(*arguments)).value
         with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.BACKWARD, 0)):
             loss.backward()
+        if update is not None:
+            update.run()
         for parameter in module.parameters():
             parameter.grad = None
-
-    def _update_seconds(self, module: nn.Module) -> float:
-        """Times an optimizer with as many states on copies of the parameters."""
-        if self.flops_per_second is not None:
-            return 0.0  # few operations; they depend on the bandwidth of the memory
-        copies = [p.detach().clone() for p in module.parameters() if p.requires_grad]
-        for copy in copies:
-            copy.grad = torch.zeros_like(copy)
-        if not copies:
-            return 0.0
-        return self._median_seconds(optimizer_of(copies, self.states_per_parameter).step)
 
     def _adding_seconds(self, module: nn.Module) -> float:
         """Times adding gradients to gradients, and returns the seconds of a byte."""
@@ -198,16 +196,51 @@ class Measurement:
             for held, gradient in zip(sums, new, strict=True):
                 held.add_(gradient)
 
-        return self._median_seconds(add) / max(1, sum(each.nbytes for each in sums))
+        taken = [_seconds_of(add, self.device) for _ in range(_FIRST_RUNS + _RUNS)]
+        return median(taken[_FIRST_RUNS:]) / max(1, sum(each.nbytes for each in sums))
 
-    def _median_seconds(self, run: Callable[[], object]) -> float:
-        taken = []
-        for _ in range(_FIRST_RUNS + _RUNS):  # the first ones make states, and touch memory
-            start = time.perf_counter()
-            run()
-            finish(self.device)
-            taken.append(time.perf_counter() - start)
-        return median(taken[_FIRST_RUNS:])
+
+class _TimedUpdate:
+    """Times an optimizer on copies of a module's parameters, between the steps of the module.
+
+    By itself it would be slower than in a run, by half: an allocator without other tensors gives
+    an optimizer's temporary ones back to the host, and gets new pages for each.
+
+    Args:
+        module: The module, whose gradients the copies take.
+        device: Its device.
+        states_per_parameter: As for :func:`optimizer_of`.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, states_per_parameter: int) -> None:
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._device, self._states = device, states_per_parameter
+        self._optimizer: Optimizer | None = None
+        self._taken: list[float] = []
+
+    def added_to(self, batch: MeasuredBatch) -> MeasuredBatch:
+        """Returns costs with the seconds of an update in the median; 0.0 if there was none."""
+        seconds = median(self._taken[_FIRST_RUNS:] or [0.0])
+        return replace(batch, step=replace(batch.step, update_seconds=seconds))
+
+    def run(self) -> None:
+        """Updates the copies by the parameters' present gradients."""
+        if not self._parameters:
+            return
+        if self._optimizer is None:
+            copies = [p.detach().clone() for p in self._parameters]
+            self._optimizer = optimizer_of(copies, self._states)
+        copies = self._optimizer.param_groups[0]["params"]
+        for copy, parameter in zip(copies, self._parameters, strict=True):
+            copy.grad = parameter.grad
+        self._taken.append(_seconds_of(self._optimizer.step, self._device))
+
+
+def _seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    finish(device)
+    return time.perf_counter() - start
 
 
 def optimizer_of(parameters: Sequence[Tensor], states_per_parameter: int) -> Optimizer:

@@ -1,0 +1,1 @@
+"""What a module costs, and what its ranks exchange, measured for a plan."""
