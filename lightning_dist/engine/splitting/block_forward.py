@@ -13,6 +13,7 @@ in a result that is a number if placeholders are zeros. Else the loss is NaN, ne
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +85,8 @@ class BlockRoute:
         self._course: _Course | None = None
         self._inspected: set[Span] = set()
         self._finished: set[Span] = set()
+        self._latest: dict[str, Any] = {}  # results of remote modules, without values
+        self._latest_keys: dict[str, bytes | None] = {}
 
     def attach(self) -> None:
         """Replaces the list of blocks of the cut model, and the forwards of remote modules."""
@@ -201,10 +204,22 @@ class BlockRoute:
             )
         given = flatten((arguments, keywords))[0]
         device = given[0].device if given else torch.device("cpu")
-        args, kwargs = map_tensors(lambda t: t.to("meta"), (arguments, keywords))
-        with torch.no_grad():
-            returned = empty(*args, **kwargs)
+        returned = self._shapes_of(name, empty, (arguments, keywords))
         return map_tensors(partial(_unknown, fill=course.fill, device=device), returned)
+
+    def _shapes_of(self, name: str, empty: nn.Module, call: tuple[Any, Any]) -> Any:
+        """Returns a remote module's result on the meta device.
+
+        torch computes shapes in Python, in milliseconds, and the next micro-batch is likely to have
+        the same ones.
+        """
+        key = _key_of(call)
+        if key is None or key != self._latest_keys.get(name):
+            args, kwargs = map_tensors(lambda t: t.to("meta"), call)
+            with torch.no_grad():
+                self._latest[name] = empty(*args, **kwargs)
+            self._latest_keys[name] = key
+        return self._latest[name]
 
     def _inspect(self, index: int, received: Any, given: list[tuple[int | str, Any]]) -> None:
         """Checks that no argument of a block depends on placeholders."""
@@ -250,6 +265,16 @@ class _GuardedBlock:
         # A remote block still has its attributes: the kind of its attention, a dtype.
         is_foreign = isinstance(self._block, ForeignLayer)
         return getattr(self._block.described if is_foreign else self._block, name)
+
+
+def _key_of(tree: Any) -> bytes | None:
+    """Returns what a result's shapes depend on; None if it cannot be compared."""
+    tensors, skeleton = flatten(tree)
+    kinds = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors]
+    try:
+        return pickle.dumps((kinds, skeleton))
+    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError):
+        return None
 
 
 def _unknown(tensor: Tensor, fill: float, device: torch.device | None = None) -> Tensor:

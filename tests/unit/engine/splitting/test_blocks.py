@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -273,3 +273,26 @@ def test_a_stage_holds_its_own_parameters_by_their_names() -> None:
     assert {"body.norm.weight", "head.weight"} <= dict(last.named_parameters()).keys()
     own = {**dict(first.named_parameters()), **dict(last.named_parameters())}
     assert {n: id(p) for n, p in own.items()} == {n: id(p) for n, p in parameters.items()}
+
+
+class CountedEmbedding(nn.Embedding):
+    """Notes the shapes that are computed without values."""
+
+    computed: ClassVar[list[tuple[int, ...]]] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.is_meta:
+            self.computed.append(tuple(tokens.shape))
+        return super().forward(tokens)
+
+
+def test_shapes_of_a_remote_embedding_are_computed_where_they_change() -> None:
+    model = Model()
+    model.body.embed = CountedEmbedding(7, 4).double()
+    CountedEmbedding.computed.clear()
+    first, second = batches()[:2]
+    short = tuple(part[..., :2] for part in first)
+    order = [first, second, short, first]
+    config = PipelineConfig("zbv", 2, LAYERS)
+    assert largest_difference(model, order, loss_of, config) < 1e-12
+    assert CountedEmbedding.computed == [(3,), (1,), (3,)]
