@@ -25,12 +25,13 @@ from lightning_dist.engine.comms.group_pool import pool_of_world
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import ModelCosts, averaged
 from lightning_dist.engine.planning.search.plan import Ranking
-from lightning_dist.engine.planning.search.search import Request, search
+from lightning_dist.engine.planning.search.search import Request, corrected, search
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
+from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.mesh import MeshStrategy, arguments_of
 from lightning_dist.strategies.mesh_runtime.first_call import share_first_batch
 from lightning_dist.strategies.mesh_runtime.measuring.costs import (
@@ -46,9 +47,11 @@ from lightning_dist.strategies.mesh_runtime.measuring.machine import (
     measure_tensor_layers,
     measure_updates,
 )
+from lightning_dist.strategies.mesh_runtime.measuring.rehearsal import Rehearsal
 
 _KEY = "lightning_dist_plan"
 _GPU_OVERLAP = 0.9
+_MOST_REHEARSED = 4  # meshes
 
 
 class AutoStrategy(MeshStrategy):
@@ -162,7 +165,8 @@ class AutoStrategy(MeshStrategy):
             # Ahead of the layers, which are faster where large tensors have been freed before, as
             # in a run.
             machine = self._with_links(machine, parameters_per_layer(self.module))
-        costs = self._costs(lightning_loaders.to_step(trainer, read[0], self.root_device), machine)
+        batch = lightning_loaders.to_step(trainer, read[0], self.root_device)
+        costs = self._costs(batch, machine)
         found: Ranking | str = ""
         if trainer.is_global_zero:
             batch_size = costs.batches[-1].num_samples
@@ -173,7 +177,41 @@ class AutoStrategy(MeshStrategy):
         found = self.broadcast(found)
         if isinstance(found, str):
             raise ValueError(found)
-        return found
+        if self.world_size == 1 or half_precision_of(self.precision_plugin) is not None:
+            return found
+        return corrected(found, self._rehearse(found, batch), machine)
+
+    def _rehearse(self, ranking: Ranking, batch: Any) -> dict[MeshShape, float | None]:
+        """Runs the best plan of each of some meshes. Collective: every rank must call it.
+
+        Returns:
+            By mesh, the time of a step over what the plan says; None if it cannot be put there.
+        """
+        rehearsal = Rehearsal(
+            self.module,
+            batch,
+            self.precision_plugin,
+            self.root_device,
+            self.device_backend,
+            self.global_rank,
+            self._states,
+            self.timeout_seconds,
+        )
+        ratios: dict[MeshShape, float | None] = {}
+        for plan in ranking.plans:
+            mesh = plan.layout.mesh
+            if mesh in ratios or len(ratios) == _MOST_REHEARSED:
+                continue
+            planned = MeshStrategy.from_plan(plan, tensor=self._tensor_config)
+            planned.precision_plugin = self.precision_plugin
+            ranks = pool_of_world().mesh(mesh, self.root_device.type, self.device_backend)
+            try:
+                taken = rehearsal.seconds(mesh, ranks, planned.parallelism(mesh))
+            except ValueError:  # alike on all ranks, as each says it
+                ratios[mesh] = None
+            else:
+                ratios[mesh] = taken / plan.estimate.step_seconds
+        return ratios
 
     def _costs(self, batch: Any, machine: Machine) -> ModelCosts:
         """Measures the module on as many ranks of each host as compute at the same time.

@@ -104,8 +104,13 @@ class ParamGradAccumulator(HeldGradients):
     ) -> None:
         super().__init__()
         self._look = look
-        self._layers = layers
         self._listener = listener
+        # Where they are, for FSDP2 exchanges parameters, and a walk over all modules in each
+        # backward takes milliseconds.
+        self._places = [
+            (name, layers.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, _ in layers.named_parameters()
+        ]
         self._num_left = 0
         self._before: dict[str, Tensor | None] = {}
 
@@ -178,7 +183,8 @@ class ParamGradAccumulator(HeldGradients):
                 parameter.grad = parameter.grad.clone()
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._layers.named_parameters() if p.requires_grad]
+        found = [(name, getattr(owner, last)) for name, owner, last in self._places]
+        return [(name, p) for name, p in found if p.requires_grad]
 
 
 def _nothing() -> Tensor:

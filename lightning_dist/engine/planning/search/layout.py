@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.planning.memory import RankMemory
@@ -95,3 +95,9 @@ class Estimate:
     def step_seconds(self) -> float:
         """Time of a step."""
         return self.compute_seconds + self.bubble_seconds + self.exposed_seconds
+
+    def times(self, factor: float) -> Estimate:
+        """Returns the estimate of a step that takes so many times as long."""
+        waits = {n: replace(w, seconds=factor * w.seconds) for n, w in self.waits.items()}
+        seconds = (factor * self.compute_seconds, factor * self.bubble_seconds)
+        return Estimate(*seconds, waits, self.memory)

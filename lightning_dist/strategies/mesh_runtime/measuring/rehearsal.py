@@ -1,0 +1,181 @@
+"""Train a few steps on a layout, on a copy of the module, to know what a step takes.
+
+Costs of layers and links predict a step within a fifth. What is missing is in no formula: tensors
+that are in a cache or not, wrappers of the model's own around its layers, the moments at which
+ranks wait for each other. So the best layouts run before one is chosen.
+
+As in a dry run, the copy is made parallel by :func:`.parallelize`, and runs in the classes that
+train. It has the module's values, but no callbacks, and no loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_dist.engine.common.device_group import DeviceGroup
+from lightning_dist.engine.common.device_mesh import axis
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.data_parallel.replicas import average_gradients
+from lightning_dist.engine.parallelize.composition import (
+    Parallelism,
+    ParallelModule,
+    parallelize,
+)
+from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
+from lightning_dist.engine.pipeline.connect import connect
+from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.stages import StageOptions
+from lightning_dist.engine.profiling.links import seconds_of
+from lightning_dist.engine.sharding.deferred_init.api import named_tensors
+from lightning_dist.engine.sharding.fully_shard import fill
+from lightning_dist.engine.splitting.cut import skeleton_of
+from lightning_dist.engine.splitting.ties import tie_again
+from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
+from lightning_dist.strategies.mesh_runtime.measuring.costs import optimizer_of
+from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
+from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
+
+_SECONDS_PER_ROUND = 0.1
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What all layouts have in common.
+
+    Attributes:
+        module: The whole module, which is not changed.
+        batch: A loader's batch for one data replica.
+        precision: Converts the module, and creates the context manager that a step runs in.
+        device: This rank's device.
+        backend: Backend of groups for tensors of the device.
+        rank: This rank.
+        states_per_parameter: As for :func:`.optimizer_of`.
+        timeout_seconds: Seconds that a rank waits for another.
+    """
+
+    module: pl.LightningModule
+    batch: Any
+    precision: Precision
+    device: torch.device
+    backend: str
+    rank: int
+    states_per_parameter: int
+    timeout_seconds: float
+
+    def seconds(self, mesh: MeshShape, ranks: DeviceMesh, how: Parallelism) -> float:
+        """Returns a step's time, alike on all ranks. Collective: every rank must call it.
+
+        Args:
+            mesh: Sizes of the mesh.
+            ranks: The mesh of all ranks.
+            how: How the module is made parallel. Whole replicas need not say how they average.
+
+        Raises:
+            ValueError: The module cannot be made parallel so.
+        """
+        own = skeleton_of(self.module)
+        own.trainer = self.module.trainer
+        own.train()
+        composed = parallelize(own, ranks, how)
+        values = named_tensors(self.module, every_name=True)
+
+        def value_of(name: str) -> Tensor:
+            return values[name].to(self.device, copy=True)
+
+        fill(own, named_tensors(own), value_of, self.device)
+        if composed.split is not None:
+            tie_again(composed.split.layers, composed.split.ties)
+        with not_logging(own):
+            if composed.split is None:
+                return self._seconds(self._whole(composed, ranks))
+            return self._staged(composed, mesh, how)
+
+    def _seconds(self, step: Callable[[], None]) -> float:
+        step()  # makes the optimizer's states
+        return seconds_of(step, self.device, _SECONDS_PER_ROUND)
+
+    def _optimizer(self, composed: ParallelModule) -> Optimizer | None:
+        own = [p for p in composed.module.parameters() if p.requires_grad and not p.is_meta]
+        return optimizer_of(own, self.states_per_parameter) if own else None
+
+    def _whole(self, composed: ParallelModule, ranks: DeviceMesh) -> Callable[[], None]:
+        module, optimizer = ShardedModule(composed, None), self._optimizer(composed)
+        own = module.module
+        arguments = arguments_of(own.training_step, self.batch, 1)
+        replicas = None if composed.shards else axis(ranks, "dp_replicate")
+
+        def step() -> None:
+            context = self.precision.train_step_context
+            loss = _loss_of(module.train(own.training_step, context, *arguments))
+            module.backward(loss, partial(_differentiate, loss), accumulating=False)
+            module.add_gradients()
+            if replicas is not None:
+                group = DeviceGroup(replicas.get_group(), self.device)
+                average_gradients(own.parameters(), group)
+            _update(optimizer)
+
+        return step
+
+    def _staged(self, composed: ParallelModule, mesh: MeshShape, how: Parallelism) -> float:
+        split, config = composed.split, how.pipeline
+        assert split is not None
+        assert config is not None
+        staged, optimizer = StagedModule(composed, None, config), self._optimizer(composed)
+        shape = config.shape(mesh, self.rank, split.layers_per_stage)
+        channels = connect(
+            mesh.groups("pp"),
+            self.device,
+            self.timeout_seconds,
+            rank_of_stage=shape.rank_of_stage,
+            p2p_backend=config.p2p_backend(self.backend, self.device),
+        )
+        options = StageOptions(device=self.device, layers=staged.root, gradients=staged.gradients)
+        run = staged.wrap_step(staged.module.training_step)
+
+        def train(microbatch: Microbatch) -> Tensor:
+            with self.precision.train_step_context():
+                return _loss_of(run(*arguments_of(run, microbatch.content, 1)))
+
+        failed = True
+        try:
+            pipeline = Pipeline(split.layers, shape, channels.links, options)
+
+            def step() -> None:
+                pipeline.train_batch(self.batch, train)
+                pipeline.install_gradients(staged.add_gradients)
+                with pipeline.updating():
+                    _update(optimizer)
+
+            taken = self._seconds(step)
+            pipeline.detach()
+            failed = False
+        finally:
+            channels.close(failed=failed)
+        return taken
+
+
+def _loss_of(result: Any) -> Tensor:
+    return Loss.of(result).value
+
+
+def _differentiate(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
+
+
+def _update(optimizer: Optimizer | None) -> None:
+    if optimizer is not None:
+        with split_groups_by_mesh(optimizer):
+            optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,58 @@
+"""Steps that are tried on a mesh before it is chosen: on a copy, alike on all ranks."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_dist import MeshStrategy
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.comms.group_pool import pool_of_world
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.strategies.mesh_runtime.measuring.rehearsal import Rehearsal
+from tests.helpers.gpt_parity import data, make_gpt
+from tests.helpers.processes.workers import WorkerPool
+
+MESHES = {
+    "replicas": MeshShape(dp_replicate=2),
+    "shards": MeshShape(dp_shard=2),
+    "stages": MeshShape(pp=2),
+    "tensor ranks": MeshShape(tp=2),
+}
+
+
+def try_steps(name: str) -> float:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    module, mesh = make_gpt(), MESHES[name]
+    module.configure_model()
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    batch = tuple(part[:4] for part in data().tensors)
+    strategy = MeshStrategy(
+        **mesh.sizes,
+        pipeline=PipelineConfig(num_microbatches=2),
+        tensor=TensorConfig(plan="auto"),
+    )
+    rehearsal = Rehearsal(
+        module, batch, Precision(), torch.device("cpu"), "gloo", dist.get_rank(), 2, 30.0
+    )
+    ranks = pool_of_world().mesh(mesh, "cpu", "gloo")
+    taken = rehearsal.seconds(mesh, ranks, strategy.parallelism(mesh))
+    after = module.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    dist.destroy_process_group()
+    return taken
+
+
+@pytest.mark.some("stages")
+@pytest.mark.parametrize("name", MESHES)
+def test_a_copy_trains(workers: WorkerPool, name: str) -> None:
+    first, second = workers.run(2, try_steps, name)
+    assert 0 < first == second < 10
