@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.common.device_mesh import axis
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.data_parallel.replicas import average_gradients
+from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.parallelize.composition import (
     Parallelism,
     ParallelModule,
@@ -113,19 +112,26 @@ class Rehearsal:
         module, optimizer = ShardedModule(composed, None), self._optimizer(composed)
         own = module.module
         arguments = arguments_of(own.training_step, self.batch, 1)
-        replicas = None if composed.shards else axis(ranks, "dp_replicate")
+        context = self.precision.train_step_context
 
         def step() -> None:
-            context = self.precision.train_step_context
             loss = _loss_of(module.train(own.training_step, context, *arguments))
             module.backward(loss, partial(_differentiate, loss), accumulating=False)
             module.add_gradients()
-            if replicas is not None:
-                group = DeviceGroup(replicas.get_group(), self.device)
-                average_gradients(own.parameters(), group)
             _update(optimizer)
 
-        return step
+        replicas = None if composed.shards else axis(ranks, "dp_replicate")
+        if replicas is None:
+            return step
+        ddp = GradientExchange().wrap(own, replicas.get_group())
+
+        def step_of_replica() -> None:
+            with context():
+                loss = _loss_of(ddp(own.training_step, *arguments))
+            loss.backward()
+            _update(optimizer)
+
+        return step_of_replica
 
     def _staged(self, composed: ParallelModule, mesh: MeshShape, how: Parallelism) -> float:
         split, config = composed.split, how.pipeline
