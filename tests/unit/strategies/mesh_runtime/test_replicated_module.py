@@ -1,15 +1,13 @@
-"""Which meshes FSDP is left out of, and that it is."""
+"""Which meshes FSDP is left out of."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from lightning_dist import FSDPStrategy, MeshStrategy
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
-from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
 
 
 @pytest.mark.parametrize(
@@ -38,10 +36,3 @@ def test_gradients_are_sent_as_shards_would_be(dtype: str, sent: str) -> None:
     assert config.exchange(None, is_manual=False).compression == "none"
     assert config.exchange(None, is_manual=True).find_unused_parameters
     assert not config.exchange(None, is_manual=False).find_unused_parameters
-
-
-def test_a_rank_by_itself_has_plain_parameters() -> None:
-    module = make_module(Classifier)
-    trainer = make_trainer(devices=1, strategy=MeshStrategy())
-    trainer.fit(module, make_loader(8), make_loader(8))
-    assert not any(isinstance(p, DTensor) for p in module.parameters())

@@ -1,0 +1,47 @@
+"""Whole replicas on a mesh have a single device's parameters, and its freedoms."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_dist import MeshStrategy
+from tests.helpers.networks.models import Classifier, make_loader, make_trainer, share_of, state_of
+from tests.helpers.processes.workers import WorkerPool
+
+NUM_SAMPLES = 16
+
+
+class Scaled(Classifier):
+    """Has a parameter without dimensions, which FSDP cannot shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.scale * super().training_step(batch, batch_idx)
+
+
+def train(num_ranks: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Scaled().double()
+    loader = make_loader(NUM_SAMPLES)
+    if num_ranks > 1:
+        loader = share_of(int(os.environ["RANK"]), NUM_SAMPLES)
+    trainer = make_trainer(devices=num_ranks, strategy=MeshStrategy(dp_replicate=num_ranks))
+    trainer.fit(module, loader, make_loader(8))
+    assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return state_of(module)
+
+
+def test_a_mesh_of_replicas_trains_as_one_device(workers: WorkerPool) -> None:
+    (alone,) = workers.run(1, train, 1)
+    assert alone["scale"].ndim == 0
+    assert float(alone["scale"]) != 1.5
+    for together in workers.run(2, train, 2):
+        for name, value in alone.items():
+            torch.testing.assert_close(together[name], value, rtol=0, atol=1e-12)
