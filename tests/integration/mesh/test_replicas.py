@@ -26,9 +26,18 @@ class Scaled(Classifier):
         return self.scale * super().training_step(batch, batch_idx)
 
 
-def train(num_ranks: int) -> dict[str, Tensor]:
+class SometimesScaled(Scaled):
+    """Uses the parameter on the first rank only."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 0:
+            return super().training_step(batch, batch_idx)
+        return Classifier.training_step(self, batch, batch_idx)
+
+
+def train(num_ranks: int, kind: type[Scaled] = Scaled) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    module = Scaled().double()
+    module = kind().double()
     loader = make_loader(NUM_SAMPLES)
     if num_ranks > 1:
         loader = share_of(int(os.environ["RANK"]), NUM_SAMPLES)
@@ -45,3 +54,9 @@ def test_a_mesh_of_replicas_trains_as_one_device(workers: WorkerPool) -> None:
     for together in workers.run(2, train, 2):
         for name, value in alone.items():
             torch.testing.assert_close(together[name], value, rtol=0, atol=1e-12)
+
+
+def test_a_gradient_that_a_rank_does_not_have_is_zero(workers: WorkerPool) -> None:
+    first, second = workers.run(2, train, 2, SometimesScaled)
+    assert float(first["scale"]) != 1.5
+    assert all(torch.equal(value, second[name]) for name, value in first.items())

@@ -97,6 +97,7 @@ LONG_PAIRS = [
     ("tp-2x2", "fsdp-2"),
     ("ddp-2-topk", "ddp-2-diloco"),
     ("pp-2-replicate-2", "server-2"),
+    ("replicate-2", "fsdp-2"),
 ]
 
 
