@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
 
 from lightning_dist import MeshStrategy
 from lightning_dist.engine.common.mesh_shape import MeshShape
@@ -56,3 +57,48 @@ def try_steps(name: str) -> float:
 def test_a_copy_trains(workers: WorkerPool, name: str) -> None:
     first, second = workers.run(2, try_steps, name)
     assert 0 < first == second < 10
+
+
+class FailsAtItsEnd(L.LightningModule):
+    """Has a last layer that no stage can run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3))
+        self.model[2].register_forward_pre_hook(self.refuse)
+
+    def refuse(self, *_: object) -> None:
+        raise ValueError("not on a stage")
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.model(batch).sum()
+
+
+def try_to_fail() -> str:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    module, mesh = FailsAtItsEnd(), MeshShape(pp=2)
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    rehearsal = Rehearsal(
+        module,
+        torch.ones(4, 2),
+        Precision(),
+        torch.device("cpu"),
+        "gloo",
+        dist.get_rank(),
+        2,
+        30.0,
+    )
+    strategy = MeshStrategy(pp=2, pipeline=PipelineConfig(num_microbatches=2))
+    ranks = pool_of_world().mesh(mesh, "cpu", "gloo")
+    with pytest.raises(ValueError, match=r"not on a stage|Another stage") as error:
+        rehearsal.seconds(mesh, ranks, strategy.parallelism(mesh))
+    dist.barrier()  # all ranks go on together
+    dist.destroy_process_group()
+    return str(error.value)
+
+
+def test_a_stage_that_fails_ends_the_others_at_once(workers: WorkerPool) -> None:
+    first, second = workers.run(2, try_to_fail, timeout=20.0)
+    assert "Another stage has failed" in first
+    assert "not on a stage" in second

@@ -232,7 +232,7 @@ class _TimedUpdate:
             self._optimizer = optimizer_of(copies, self._states)
         copies = self._optimizer.param_groups[0]["params"]
         for copy, parameter in zip(copies, self._parameters, strict=True):
-            copy.grad = parameter.grad
+            copy.grad = None if parameter.grad is None else dense(parameter.grad)
         self._taken.append(_seconds_of(self._optimizer.step, self._device))
 
 
@@ -241,6 +241,11 @@ def _seconds_of(run: Callable[[], object], device: torch.device) -> float:
     run()
     finish(device)
     return time.perf_counter() - start
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Returns a gradient as the optimizers of :func:`optimizer_of` take it."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def optimizer_of(parameters: Sequence[Tensor], states_per_parameter: int) -> Optimizer:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.engine.common.device_mesh import axis
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.comms.channel import PeerLostError
 from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.parallelize.composition import (
     Parallelism,
@@ -41,7 +42,7 @@ from lightning_dist.engine.sharding.fully_shard import fill
 from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
-from lightning_dist.strategies.mesh_runtime.measuring.costs import optimizer_of
+from lightning_dist.strategies.mesh_runtime.measuring.costs import dense, optimizer_of
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 
@@ -55,7 +56,7 @@ class Rehearsal:
     Attributes:
         module: The whole module, which is not changed.
         batch: A loader's batch for one data replica.
-        precision: Converts the module, and creates the context manager that a step runs in.
+        precision: Creates the context manager that a step runs in.
         device: This rank's device.
         backend: Backend of groups for tensors of the device.
         rank: This rank.
@@ -81,7 +82,7 @@ class Rehearsal:
             how: How the module is made parallel. Whole replicas need not say how they average.
 
         Raises:
-            ValueError: The module cannot be made parallel so.
+            ValueError: The module cannot be made parallel so, or its step fails on some stage.
         """
         own = skeleton_of(self.module)
         own.trainer = self.module.trainer
@@ -166,6 +167,8 @@ class Rehearsal:
             taken = self._seconds(step)
             pipeline.detach()
             failed = False
+        except (PeerLostError, TimeoutError) as error:  # it has closed its channels, as below
+            raise ValueError(f"Another stage has failed: {error}") from error
         finally:
             channels.close(failed=failed)
         return taken
@@ -182,6 +185,9 @@ def _differentiate(loss: Tensor) -> Tensor:
 
 def _update(optimizer: Optimizer | None) -> None:
     if optimizer is not None:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                parameter.grad = dense(parameter.grad)
         with split_groups_by_mesh(optimizer):
             optimizer.step()
         optimizer.zero_grad()

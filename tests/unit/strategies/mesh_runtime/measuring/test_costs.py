@@ -98,3 +98,16 @@ def test_parameters_of_a_layer_that_has_some() -> None:
 
     assert parameters_per_layer(Uneven()) == 3  # of layers with 2, 0, 4 and 0
     assert parameters_per_layer(L.LightningModule()) == 1
+
+
+def test_sparse_gradients_are_updated_with() -> None:
+    class Sparse(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4, sparse=True)
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            return self.embed(batch).square().mean()
+
+    costs = Measurement().costs(Sparse(), torch.zeros(2, 3, dtype=torch.int64))
+    assert costs.batches[-1].step.update_seconds > 0
