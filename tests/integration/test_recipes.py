@@ -88,6 +88,8 @@ def run_in_pool(arguments: list[str], main: Callable[[], object] = run) -> str:
     return output.getvalue() + "".join(str(warning.message) for warning in caught)
 
 
+# Eight processes are three axes at once, as in mesh/test_parity.py.
+@pytest.mark.some(*(path.stem for path in CONFIGS if path.stem != "gpt_mesh_2x2x2"))
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_each_config_trains(workers: WorkerPool, config: Path, tmp_path: Path) -> None:
     arguments = words(
