@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,16 @@ from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.tensors.module_tree import set_attribute
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(eq=False, slots=True)
+class Sight:
+    """Whether walks through the modules include the descriptions of foreign layers.
+
+    All layers of a model share one, for a step opens and closes it around each micro-batch.
+    """
+
+    is_open: bool = False
 
 
 class ForeignLayer(nn.Module):
@@ -35,7 +46,6 @@ class ForeignLayer(nn.Module):
     Attributes:
         compute_dtypes: The dtypes in which parameters of the skeleton compute on their own rank, by
             name; a parameter without an entry computes in its own dtype.
-        is_in_sight: Whether walks through the modules include the layer's description.
     """
 
     def __init__(self, skeleton: nn.Module, name: str, stage_index: int) -> None:
@@ -46,7 +56,7 @@ class ForeignLayer(nn.Module):
         self._skeleton = (skeleton,)
         self.compute_dtypes: dict[str, torch.dtype] = {}
         self._description: tuple[nn.Module, ...] = ()
-        self.is_in_sight = False
+        self._sight = Sight()
 
     def imitation(self) -> nn.Module:
         """Returns a module that computes outputs like the layer's, on the meta device."""
@@ -58,9 +68,13 @@ class ForeignLayer(nn.Module):
             stand_ins[id(p)] = nn.Parameter(empty, requires_grad=False)
         return skeleton_of(self.skeleton, stand_ins)
 
-    def answer_by(self, description: nn.Module | None) -> None:
-        """Sets the result of :func:`.describe` that supplies attributes of the layer, or none."""
-        self._description = () if description is None else (description,)
+    def answer_by(self, description: nn.Module, sight: Sight) -> None:
+        """Sets the result of :func:`.describe`, which supplies attributes of the layer."""
+        self._description, self._sight = (description,), sight
+
+    def answer_no_more(self) -> None:
+        """Undoes :meth:`answer_by`."""
+        self._description, self._sight = (), Sight()
 
     @property
     def described(self) -> nn.Module:
@@ -95,7 +109,7 @@ class ForeignLayer(nn.Module):
         ``parameters()``, ``modules()`` and ``buffers()`` of modules around the layer call this.
         """
         walk = super().named_modules
-        if self.is_in_sight and self._description:
+        if self._sight.is_open and self._description:
             walk = self.described.named_modules
         yield from walk(memo, prefix, remove_duplicate)
 

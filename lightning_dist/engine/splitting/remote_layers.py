@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.splitting.cut import ForeignLayer, foreign_layers, skeleton_of
+from lightning_dist.engine.splitting.cut import ForeignLayer, Sight, foreign_layers, skeleton_of
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.tensors.forward_ast import written_by_forward
 from lightning_dist.engine.tensors.remote_tensor import absent, absent_value
@@ -44,25 +44,24 @@ class RemoteLayersView:
     def __init__(self, layers: Layers, device: torch.device) -> None:
         self._found, self._device = layers, device
         self._layers = [layer for _, _, layer in foreign_layers(layers.module)]
+        self._sight = Sight()
         for layer in self._layers:
-            layer.answer_by(describe(layer, device))
+            layer.answer_by(describe(layer, device), self._sight)
 
     def end(self) -> None:
         """Removes the descriptions."""
         for layer in self._layers:
-            layer.answer_by(None)
+            layer.answer_no_more()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Returns a context manager in which walks through the module include the descriptions."""
-        for layer in self._layers:
-            layer.is_in_sight = True
+        self._sight.is_open = True
         try:
             with self._found.in_step(self._device):
                 yield
         finally:
-            for layer in self._layers:
-                layer.is_in_sight = False
+            self._sight.is_open = False
 
 
 def describe(layer: ForeignLayer, device: torch.device) -> nn.Module:
