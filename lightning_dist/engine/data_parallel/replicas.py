@@ -36,10 +36,45 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: DeviceGroup) ->
     """Averages ``p.grad`` over the replicas, in buckets. Collective: every rank must call it.
 
     Args:
-        parameters: Parameters, the same on each rank; without a gradient one is left out.
+        parameters: Parameters, the same on each rank; see :func:`average_used`.
         group: Group of the replicas.
     """
-    average([p.grad for p in parameters if p.grad is not None], group)
+    own = [p for p in parameters if p.requires_grad or p.grad is not None]
+    for parameter, gradient in zip(
+        own, average_used([p.grad for p in own], own, group), strict=True
+    ):
+        parameter.grad = gradient
+
+
+@torch.no_grad()
+def average_used(
+    gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], group: DeviceGroup
+) -> list[Tensor | None]:
+    """Averages gradients over the replicas, in place. Collective: every rank must call it.
+
+    A replica whose share of the batch has not used a parameter counts as zero, as on one device. If
+    none has used it, it has no gradient.
+
+    Args:
+        gradients: A gradient for each parameter, or None.
+        parameters: The parameters, the same on each rank.
+        group: Group of the replicas.
+    """
+    if group.size == 1 or not parameters:
+        return list(gradients)
+    sent = [
+        torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parameters, strict=True)
+    ]
+    last = local_part(sent[-1])
+    # Not a tensor of a list, whose copy to an accelerator the host would wait for.
+    are_used = torch.ones(len(sent), dtype=last.dtype, device=last.device)
+    for index, gradient in enumerate(gradients):
+        if gradient is None:
+            are_used[index] = 0.0
+    average([*sent, are_used], group)
+    if all(gradient is not None for gradient in gradients):
+        return list(gradients)
+    return [mean if used else None for mean, used in zip(sent, are_used.tolist(), strict=True)]
 
 
 @torch.no_grad()

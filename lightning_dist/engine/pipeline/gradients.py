@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dist.engine.tensors.dtensor import local_part
+from lightning_dist.engine.tensors.patch import has_gradient_hooks, with_hooks
 
 
 def have_shared_memory(
@@ -79,6 +80,19 @@ class HeldGradients:
     def held(self, update: int) -> dict[str, Tensor]:
         """Returns the gradients for an update by parameter name, and keeps them."""
         return self._held.get(update, {})
+
+    def hold(self, update: int, gradients: Mapping[str, Tensor]) -> None:
+        """Replaces gradients for an update, or adds some, by parameter name."""
+        self._held.setdefault(update, {}).update(gradients)
+
+    def run_hooks(self, update: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Replaces gradients for an update with the results of the parameters' hooks."""
+        held = self.held(update) if not self.runs_hooks else {}
+        for name, parameter in parameters.items():
+            if name in held and has_gradient_hooks(parameter):
+                gradient = with_hooks(parameter, held.pop(name))
+                if gradient is not None:
+                    held[name] = gradient
 
     def take(self, update: int) -> dict[str, Tensor]:
         """Removes and returns the gradients for an update by parameter name."""

@@ -26,7 +26,7 @@ equal; the training loop must call it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ from lightning_dist.engine.pipeline.gradients import AverageWeight, LossWeights
 from lightning_dist.engine.pipeline.links import Links
 from lightning_dist.engine.pipeline.microbatch import Microbatch, batch_size_of, split
 from lightning_dist.engine.pipeline.runtime import Runtime, Work, explain_with
-from lightning_dist.engine.pipeline.stage import Stage, Step
+from lightning_dist.engine.pipeline.stage import Step
 from lightning_dist.engine.pipeline.stages import OwnStages, StageOptions
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
@@ -48,10 +48,10 @@ from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.tensors.compiler import keep_saved_tensors
-from lightning_dist.engine.tensors.patch import add_with_hooks, has_gradient_hooks, with_hooks
+from lightning_dist.engine.tensors.patch import add_with_hooks, has_gradient_hooks
 from lightning_dist.engine.tensors.rng import python_state_kept
 
-OnComplete = Callable[[int, Mapping[str, Tensor]], None]
+OnComplete = Callable[[int, dict[str, Tensor]], None]
 """Takes an update, counted since the last drain, and its gradients by parameter name."""
 _COMPLETES_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
@@ -356,21 +356,15 @@ class Pipeline:
         self._loss_weights.collect(update)
         self._loss_weights.divide(held.values())
         for stage in stages:
-            self._run_hooks_early(stage, update)
+            parameters = stage.named_parameters().items()
+            own = {name: p for name, p in parameters if name not in self._shared}
+            stage.gradients.run_hooks(update, own)
         if self._on_complete is not None:
             held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
             self._on_complete(update, held)
-
-    def _run_hooks_early(self, stage: Stage, update: int) -> None:
-        """Replaces held gradients with the results of the parameters' hooks."""
-        if stage.gradients.runs_hooks:
-            return
-        held = stage.gradients.held(update)
-        for name, parameter in stage.named_parameters().items():
-            if name in held and has_gradient_hooks(parameter) and name not in self._shared:
-                gradient = with_hooks(parameter, held.pop(name))
-                if gradient is not None:
-                    held[name] = gradient
+            for stage in stages:  # other replicas may have used more parameters
+                known = {n: held[n] for n in stage.named_parameters() if n in held}
+                stage.gradients.hold(update, known)
 
     def _unscale(self, update: int, gradients: Iterable[Tensor]) -> None:
         scale = self._loss_scales.get(update, 1.0)

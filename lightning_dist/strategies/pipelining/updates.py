@@ -10,7 +10,7 @@ their update is due, all of that is sent meanwhile. The schedule's update rule s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,8 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.replicas import (
-    average,
     average_gradients,
+    average_used,
     broadcast_state,
 )
 from lightning_dist.engine.parallelize.clip_grad import AsyncGradNorm, clip_grad_norm_
@@ -215,7 +215,7 @@ class StageUpdates(RunSetup):
             parameters = self.session.pipeline.stages.named_parameters()
             average_gradients(parameters.values(), self.device_group(*DATA_AXES))
 
-    def complete_early(self, update: int, gradients: Mapping[str, Tensor]) -> None:
+    def complete_early(self, update: int, gradients: dict[str, Tensor]) -> None:
         """Averages gradients that are final, and starts their sums, norms and votes.
 
         Args:
@@ -223,7 +223,11 @@ class StageUpdates(RunSetup):
             gradients: The gradients by parameter name; changed.
         """
         if self.mesh.data_size > 1:
-            average(list(gradients.values()), self.device_group(*DATA_AXES))
+            own = self.session.pipeline.stages.named_parameters()
+            before = [gradients.get(name) for name in own]
+            found = average_used(before, [*own.values()], self.device_group(*DATA_AXES))
+            means = zip(own, found, strict=True)
+            gradients.update({name: mean for name, mean in means if mean is not None})
         counted = self.session.tied.post(update, gradients)
         if self._norms is not None:
             self._norms.post(update, counted.values())
