@@ -112,7 +112,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
     def replicates(self, shape: MeshShape) -> bool:
         # Offloaded, even a rank by itself has something to gather.
         is_sharded = self._shard_config.offload != "none" or self._policy.is_manual
-        return shape.has_whole_model and not is_sharded
+        return shape.has_whole_layers and not is_sharded
 
     @override
     def end_training(self) -> None:

@@ -56,7 +56,7 @@ FIXED: dict[str, Fixed] = {
         Case("fsdp", parameter_hooks=("halve",)), refusal="on_before_optimizer_step"
     ),
     "hooks of gradients, replicas of stages": Fixed(
-        Case("replicas_of_stages", parameter_hooks=("halve",)), refusal="on_before_optimizer_step"
+        Case("replicas_of_stages", parameter_hooks=("halve",))
     ),
     "hooks of gradients, sharded layers": Fixed(Case("tp", parameter_hooks=("halve",))),
     "hooks of accumulated gradients, replicas": Fixed(Case("ddp", parameter_hooks=("mask",))),

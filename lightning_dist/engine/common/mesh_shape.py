@@ -60,7 +60,12 @@ class MeshShape:
     @property
     def has_whole_model(self) -> bool:
         """Whether each rank has the whole model."""
-        return self.pp == self.dp_shard == self.tp == 1
+        return self.pp == 1 and self.has_whole_layers
+
+    @property
+    def has_whole_layers(self) -> bool:
+        """Whether each rank has its layers whole: all, or those of its stages."""
+        return self.dp_shard == self.tp == 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the index of a global rank along each axis."""

@@ -32,23 +32,29 @@ def broadcast_state(tensors: Iterable[Tensor], group: DeviceGroup) -> None:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[nn.Parameter], group: DeviceGroup) -> None:
+def average_gradients(
+    parameters: Iterable[nn.Parameter], group: DeviceGroup, wire: torch.dtype | None = None
+) -> None:
     """Averages ``p.grad`` over the replicas, in buckets. Collective: every rank must call it.
 
     Args:
         parameters: Parameters, the same on each rank; see :func:`average_used`.
         group: Group of the replicas.
+        wire: What is sent; None sends the gradients' own dtype.
     """
     own = [p for p in parameters if p.requires_grad or p.grad is not None]
     for parameter, gradient in zip(
-        own, average_used([p.grad for p in own], own, group), strict=True
+        own, average_used([p.grad for p in own], own, group, wire), strict=True
     ):
         parameter.grad = gradient
 
 
 @torch.no_grad()
 def average_used(
-    gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], group: DeviceGroup
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[nn.Parameter],
+    group: DeviceGroup,
+    wire: torch.dtype | None = None,
 ) -> list[Tensor | None]:
     """Averages gradients over the replicas, in place. Collective: every rank must call it.
 
@@ -59,6 +65,7 @@ def average_used(
         gradients: A gradient for each parameter, or None.
         parameters: The parameters, the same on each rank.
         group: Group of the replicas.
+        wire: What is sent; None sends the gradients' own dtype.
     """
     if group.size == 1 or not parameters:
         return list(gradients)
@@ -71,21 +78,22 @@ def average_used(
     for index, gradient in enumerate(gradients):
         if gradient is None:
             are_used[index] = 0.0
-    average([*sent, are_used], group)
+    average([*sent, are_used], group, wire)
     if all(gradient is not None for gradient in gradients):
         return list(gradients)
     return [mean if used else None for mean, used in zip(sent, are_used.tolist(), strict=True)]
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor], group: DeviceGroup) -> None:
+def average(tensors: Sequence[Tensor], group: DeviceGroup, wire: torch.dtype | None = None) -> None:
     """Averages tensors over the replicas in place. Collective: every rank must call it.
 
     Args:
         tensors: Tensors of the same shapes on each rank of the group, sent in buckets.
         group: Group of the replicas.
+        wire: What is sent; None sends the tensors' own dtype.
     """
-    for tensor, mean in zip(tensors, PendingAverage(tensors, group).wait(), strict=True):
+    for tensor, mean in zip(tensors, PendingAverage(tensors, group, wire).wait(), strict=True):
         tensor.copy_(mean)
 
 

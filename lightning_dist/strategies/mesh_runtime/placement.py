@@ -95,7 +95,7 @@ class ShardedPlacement(LocalReplicas):
             checks.check_gathers(self.device_backend, self.root_device.type, self.mesh.tp)
 
     def replicates(self, shape: MeshShape) -> bool:
-        """Whether ranks of a mesh hold the whole module, and FSDP has nothing to shard."""
+        """Whether ranks of a mesh hold their layers whole, and FSDP has nothing to shard."""
         return False
 
     @property
@@ -135,10 +135,10 @@ class ShardedPlacement(LocalReplicas):
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:
         if self.mesh.tp > 1 or (self.mesh.pp > 1 and self.mesh.dp_shard > 1):
             return None
-        if self.replicates(self.mesh):
-            return replicated(part, self.mesh.data_size, accumulates=accumulates)
         if self.sharded.pipeline is not None:
             return predict_memory(self.sharded.pipeline, part)
+        if self.replicates(self.mesh):
+            return replicated(part, self.mesh.data_size, accumulates=accumulates)
         summary = self.sharded.summary
         largest = max(row.num_bytes for row in summary.rows)
         whole = replace(part, parameter_bytes=summary.num_bytes)
@@ -206,6 +206,8 @@ class ShardedPlacement(LocalReplicas):
             data_parallel_checks.check_whole(self.module)
         else:
             self._check_shardable()
+        if self.mesh.pp > 1 or self.mesh.tp > 1:
+            checks.check_automatic(self.module)
         early = EarlyParameters(self.module)
         self._deferred.look_at(self.module)
         self.model = self.precision_plugin.convert_module(self.module)
@@ -224,9 +226,7 @@ class ShardedPlacement(LocalReplicas):
 
     def _check_shardable(self) -> None:
         checks.check_shardable(self.module, self._policy.is_manual)
-        if self.mesh.pp > 1 or self.mesh.tp > 1:
-            checks.check_automatic(self.module)
-        # FSDP2 wraps replicas of stages and of tensor-parallel layers too, as one shard each.
+        # FSDP2 wraps replicas of tensor-parallel layers too, as one shard each.
         if axis(self.mesh_of_ranks, *self.gradient_axes) is not None:
             checks.check_hooks(self.module)
 
@@ -249,7 +249,7 @@ class ShardedPlacement(LocalReplicas):
     def _composed(self) -> ShardedModule:
         config, statistics = self._pipeline_config, tuple[str, ...]()
         asked = self.parallelism(self.mesh)
-        if self.replicates(self.mesh):
+        if self.replicates(self.mesh) and self.mesh.pp == 1:
             return ReplicatedModule(parallelize(self.module, self.mesh_of_ranks, asked))
         asked = replace(asked, is_manual=not self.module.automatic_optimization)
         if self.mesh.pp > 1:
@@ -259,6 +259,8 @@ class ShardedPlacement(LocalReplicas):
         composed = parallelize(self.module, self.mesh_of_ranks, asked)
         if composed.split is not None:
             checks.check_fragments(self._local_config, composed.split.ties)
+        if self.replicates(self.mesh):
+            return StagedModule(composed, None, config, statistics=statistics)
         # Replicas that never average a gradient need not run the same units.
         meets = self._local_config.sync_warmup_steps or not self._local_config.averages_weights
         training_group = self.stage_group if meets else self.group("dp_shard", "tp")

@@ -182,10 +182,20 @@ class ShardedStrategy(ShardedPlacement):
         if not self._is_accumulating:
             self._complete_gradients()
 
+    @property
+    def _averages_gradients(self) -> bool:
+        """Whether neither FSDP nor DDP averages the gradients of replicas."""
+        if self.replicates(self.mesh):
+            return self.mesh.pp > 1
+        return self._local is not None
+
     def _complete_gradients(self) -> None:
         self.sharded.add_gradients()
-        if self._local is not None and not (self.is_local or self.replicates(self.mesh)):
-            average_gradients(self.module.parameters(), self.device_group("dp_replicate"))
+        if self._averages_gradients and not self.is_local:
+            options = self._shard_config.options(param_dtype_of(self.precision_plugin))
+            average_gradients(
+                self.module.parameters(), self.device_group("dp_replicate"), options.reduce_dtype
+            )
         without = self.sharded.without_gradient()
         is_usual = self._shard_config.find_unused_parameters or self.sharded.is_manual
         if is_usual or self.world_size == 1:

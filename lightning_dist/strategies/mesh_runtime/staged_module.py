@@ -1,9 +1,10 @@
-"""The user's module cut into stages, each of which is sharded over the other axes of the mesh.
+"""The user's module cut into stages, each of which may be sharded over the other axes of the mesh.
 
 Micro-batches are run by the same :class:`.Pipeline` that
-:class:`~lightning_dist.PipelineStrategy` uses. Only the backward differs: FSDP2 gets gradients
-where autograd accumulates them, and reduces them in the last backward of a round; see
-:mod:`.pipeline.fsdp_gradients`.
+:class:`~lightning_dist.PipelineStrategy` uses. Only the backward of shards differs: FSDP2 gets
+gradients where autograd accumulates them, and reduces them in the last backward of a round; see
+:mod:`.pipeline.fsdp_gradients`. Stages of whole layers hold their gradients as under that strategy,
+and their replicas average them once for each update.
 """
 
 from __future__ import annotations
@@ -88,14 +89,20 @@ class StagedModule(ShardedModule):
         """Returns the callback that describes the pipeline when training begins."""
         return StartLine(self.session.pipeline, mesh, self._split.source, self._statistics)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the stages' layers are whole on this rank."""
+        return not self._shards and self._tensor_parallel is None
+
     @override
     def open(self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]) -> None:
+        gradients = None if self.is_whole else self.gradients
         self._session = open_session(
             strategy,
             self._split,
             self._config,
             complete_gradients,
-            wrapped=WrappedStages(self.root, self.gradients, self.wrap_step),
+            wrapped=WrappedStages(self.root, gradients, self.wrap_step),
         )
 
     @override

@@ -38,12 +38,12 @@ class WrappedStages:
     Attributes:
         layers: Returns the module that runs a stage's layers.
         gradients: Creates the holder of a stage's gradients until an update. Autograd runs the
-            parameters' hooks in each backward.
+            parameters' hooks in each backward. None for stages of whole layers.
         change_step: Wraps each of the user's steps.
     """
 
     layers: Callable[[int], nn.Module]
-    gradients: Callable[[int], HeldGradients]
+    gradients: Callable[[int], HeldGradients] | None
     change_step: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -133,11 +133,11 @@ def open_session(
     )
     with ExitStack() as if_it_fails:
         if_it_fails.callback(channels.close)
-        runs_hooks = wrapped is None
+        holds = wrapped is None or wrapped.gradients is None  # each stage its own gradients
 
         def change(name: str, gradient: Tensor) -> Tensor | None:
             parameter = found.module.get_parameter(name)
-            return with_hooks(parameter, gradient) if runs_hooks else gradient
+            return with_hooks(parameter, gradient) if holds else gradient
 
         tied = TiedSums(
             ties, rank_of_stage=homes, rank=shape.rank, links=channels.ties, change=change
@@ -146,7 +146,7 @@ def open_session(
         half = half_precision_of(precision)
         weights = None
         if half is not None:
-            weights = half.leave_to_stages(found, is_in_graph=wrapped is not None)
+            weights = half.leave_to_stages(found, is_in_graph=not holds)
         masters_dtype = None if weights is None else torch.float32
         options = StageOptions(
             weight_versions=config.weight_versions,
@@ -158,7 +158,8 @@ def open_session(
             half=weights,
         )
         if wrapped is not None:
-            options = replace(options, layers=wrapped.layers, gradients=wrapped.gradients)
+            options = replace(options, layers=wrapped.layers)
+            options = replace(options, gradients=wrapped.gradients or options.gradients)
         pipeline = Pipeline(
             found,
             shape,

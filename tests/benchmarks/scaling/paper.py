@@ -21,6 +21,7 @@ from lightning_dist.engine.schedules.stash_depth import num_copies
 from tests.benchmarks.scaling.layouts import LAYERS, Layout
 
 _VALUE_BYTES = 8
+_USED_BYTES = 4  # by which replicas of stages know that one of them has used a parameter
 _ROUNDS_OF_RING: Mapping[MessageKind, int] = MappingProxyType(
     {MessageKind.ALL_GATHER: 1, MessageKind.REDUCE_SCATTER: 1, MessageKind.ALL_REDUCE: 2}
 )
@@ -51,7 +52,8 @@ def traffic_of(layout: Layout, num_ranks: int, rank: int, sizes: Sizes) -> tuple
         part *= shape.stages_per_rank
         _add_stages(ledger, shape, sizes)
     if mesh.dp_replicate > 1:
-        ledger.add(MessageKind.ALL_REDUCE, ("dp_replicate",), part)
+        told = _USED_BYTES * part // sizes.layer_bytes if layout.schedule else 0
+        ledger.add(MessageKind.ALL_REDUCE, ("dp_replicate",), part + told)
     if mesh.dp_shard > 1:
         for kind, times in ((MessageKind.ALL_GATHER, 2), (MessageKind.REDUCE_SCATTER, 1)):
             ledger.add(kind, ("dp_shard",), times * part, count=times * LAYERS)

@@ -372,7 +372,7 @@ class Estimator:
         whole, mesh = self.costs.parameter_bytes, layout.mesh
         part = parameters / whole if whole else 1.0
         seconds = self.batch(layout).step.update_seconds * part / mesh.dp_shard
-        if mesh.has_whole_model or mesh.data_size == mesh.tp == 1:  # plain tensors
+        if mesh.has_whole_layers:  # plain tensors
             return seconds
         return seconds + self.machine.update_seconds * self.costs.num_parameters * part
 

@@ -31,7 +31,7 @@ def along_data(
     mesh = layout.mesh
     if mesh.data_size == 1:
         return {}
-    if mesh.has_whole_model:
+    if mesh.has_whole_layers:
         count = 1 + num_bytes // _BUCKET_BYTES
         return {
             "gradients": _rings(

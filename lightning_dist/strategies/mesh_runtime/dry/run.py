@@ -31,6 +31,7 @@ from lightning_dist.engine.common.device_mesh import axis, build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
+from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
@@ -215,6 +216,10 @@ class DryStep:
 
         sharded.backward(loss, differentiate, accumulating=False)
         sharded.add_gradients()
+        self._average()
+
+    def _average(self) -> None:
+        """Averages the gradients of whole layers over the replicas."""
         averaged = axis(self.ranks, *self.run.averaged_axes)
         if averaged is not None:
             group = DeviceGroup(averaged.get_group(), _CPU)
@@ -231,11 +236,12 @@ class DryStep:
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
         shape = config.shape(self.run.mesh, self.rank, split.layers_per_stage)
         links, sent = dry_links(split.rank_of_stage, shape.rank, known, note)
+        holder = (lambda _: HeldGradients()) if staged.is_whole else staged.gradients
         pipeline = Pipeline(
             split.layers,
             shape,
             links,
-            StageOptions(layers=staged.root, gradients=staged.gradients),
+            StageOptions(layers=staged.root, gradients=holder),
         )
         step = staged.wrap_step(self._training_step)
 
@@ -246,6 +252,7 @@ class DryStep:
         pipeline.train_batch(batch, train)
         pipeline.install_gradients()
         staged.add_gradients()
+        self._average()
         gradients = pipeline.stages.named_parameters()
         tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, PeerLinks())
         for names in tied.sent.values():

@@ -11,7 +11,7 @@ train. It has the module's values, but no callbacks, and no loader.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.common.device_mesh import axis
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.comms.channel import PeerLostError
 from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
+from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.composition import (
     Parallelism,
     ParallelModule,
@@ -99,7 +101,7 @@ class Rehearsal:
         with not_logging(own):
             if composed.split is None:
                 return self._seconds(self._whole(composed, ranks))
-            return self._staged(composed, mesh, how)
+            return self._staged(composed, mesh, how, ranks)
 
     def _seconds(self, step: Callable[[], None]) -> float:
         step()  # makes the optimizer's states
@@ -134,7 +136,9 @@ class Rehearsal:
 
         return step_of_replica
 
-    def _staged(self, composed: ParallelModule, mesh: MeshShape, how: Parallelism) -> float:
+    def _staged(
+        self, composed: ParallelModule, mesh: MeshShape, how: Parallelism, ranks: DeviceMesh
+    ) -> float:
         split, config = composed.split, how.pipeline
         assert split is not None
         assert config is not None
@@ -147,12 +151,22 @@ class Rehearsal:
             rank_of_stage=shape.rank_of_stage,
             p2p_backend=config.p2p_backend(self.backend, self.device),
         )
-        options = StageOptions(device=self.device, layers=staged.root, gradients=staged.gradients)
+        options = StageOptions(device=self.device, layers=staged.root)
+        if not staged.is_whole:
+            options = replace(options, gradients=staged.gradients)
         run = staged.wrap_step(staged.module.training_step)
 
         def train(microbatch: Microbatch) -> Tensor:
             with self.precision.train_step_context():
                 return _loss_of(run(*arguments_of(run, microbatch.content, 1)))
+
+        replicas = axis(ranks, "dp_replicate") if staged.is_whole else None
+
+        def complete() -> None:
+            staged.add_gradients()
+            if replicas is not None:
+                group = DeviceGroup(replicas.get_group(), self.device)
+                average_gradients(staged.module.parameters(), group)
 
         failed = True
         try:
@@ -160,7 +174,7 @@ class Rehearsal:
 
             def step() -> None:
                 pipeline.train_batch(self.batch, train)
-                pipeline.install_gradients(staged.add_gradients)
+                pipeline.install_gradients(complete)
                 with pipeline.updating():
                     _update(optimizer)
 

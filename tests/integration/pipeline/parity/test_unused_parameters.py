@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from typing_extensions import override
 
-from lightning_dist import PipelineStrategy
+from lightning_dist import MeshStrategy, PipelineStrategy
+from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.networks.models import make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
+
+MESH = "on a mesh"
 
 
 class Experts(nn.Module):
@@ -60,7 +63,10 @@ def make_batches() -> TensorDataset:
 
 def fit(schedule: str | None, num_replicas: int) -> dict[str, Tensor]:
     module, strategy = Mixture(), "auto"
-    if schedule is not None:
+    if schedule == MESH:
+        pipeline = PipelineConfig(num_microbatches=2, partition=[2, 2])
+        strategy = MeshStrategy(pp=2, dp_replicate=num_replicas, pipeline=pipeline)
+    elif schedule is not None:
         num_microbatches = 1 if schedule == "pipedream" else 2
         strategy = PipelineStrategy(2, schedule, num_microbatches, partition=[2, 2])
     trainer = make_trainer(
@@ -74,7 +80,7 @@ def fit(schedule: str | None, num_replicas: int) -> dict[str, Tensor]:
     return state_of(module)
 
 
-SCHEDULES = ("1f1b", "zb_h1", "pipedream", "pipedream_2bw")
+SCHEDULES = (MESH, "1f1b", "zb_h1", "pipedream", "pipedream_2bw")
 
 
 def fit_all(num_replicas: int) -> list[dict[str, Tensor]]:

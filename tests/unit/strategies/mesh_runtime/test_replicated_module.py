@@ -18,10 +18,11 @@ from lightning_dist.engine.parallelize.shard_config import ShardConfig
         (MeshShape(dp_shard=2), False),
         (MeshShape(dp_replicate=2, dp_shard=2), False),
         (MeshShape(dp_replicate=2, tp=2), False),
-        (MeshShape(pp=2, dp_replicate=2), False),
+        (MeshShape(pp=2, dp_replicate=2), True),
+        (MeshShape(pp=2, dp_shard=2), False),
     ],
 )
-def test_a_mesh_of_whole_models_is_not_sharded(shape: MeshShape, expected: bool) -> None:
+def test_a_mesh_of_whole_layers_is_not_sharded(shape: MeshShape, expected: bool) -> None:
     assert MeshStrategy().replicates(shape) is expected
     assert not FSDPStrategy().replicates(shape)
     offloaded = MeshStrategy(shard=ShardConfig(offload="cpu"))

@@ -49,6 +49,13 @@ def _with_bytes(batch: MeasuredBatch, num_bytes: int) -> MeasuredBatch:
     return replace(batch, step=replace(batch.step, layers=layers))
 
 
+def test_replicas_of_stages_wait_for_the_largest_ones_bucket() -> None:
+    found = estimator(4).estimate(Layout(MeshShape(pp=2, dp_replicate=2), 1, partition=(2, 2)))
+    assert found.waits["gradients"].num_bytes == 200
+    assert found.waits["gradients"].seconds == pytest.approx(2 * 0.5 + 200 / 10.0)
+    assert "parameters" not in found.waits
+
+
 def test_replicas_of_tensor_parallel_ranks_wait_for_a_ring_of_each_unit() -> None:
     layout = Layout(MeshShape(dp_replicate=2, tp=2), 1, partition=(4,))
     found = estimator(4).estimate(layout)
@@ -70,15 +77,17 @@ def test_shards_gather_twice_and_update_their_part() -> None:
 def test_units_cost_replicas_what_they_cost_a_rank_alone() -> None:
     gather, scatter = Link(0.25, 400.0), Link(0.125, 200.0)
     alone = LinksByKind(SLOW, {MessageKind.ALL_GATHER: gather, MessageKind.REDUCE_SCATTER: scatter})
-    layout = Layout(MeshShape(pp=2, dp_replicate=2), 1, partition=(2, 2))
+    layout = Layout(MeshShape(dp_replicate=2, tp=2), 1, partition=(4,))
     plain, found = (estimator(4, **more).estimate(layout) for more in ({}, {"alone": alone}))
-    # Gathered once for all micro-batches; 200 bytes of a stage in three units.
-    assert found.waits["parameters"].seconds == pytest.approx(3 * 0.25 + 0.5)
+    # Gathered twice; the layers and the root are five units.
+    held = sum(layer.parameter_bytes for layer in estimator(4).batch(layout).step.layers)
+    assert found.waits["parameters"].seconds == pytest.approx(2 * (5 * 0.25 + held / 400))
     more = found.waits["gradients"].seconds - plain.waits["gradients"].seconds
-    assert more == pytest.approx(3 * 0.125 + 1.0)
+    assert more == pytest.approx(5 * 0.125 + held / 200)
     assert found.waits["parameters"].num_bytes == plain.waits["parameters"].seconds == 0
-    whole = Layout(MeshShape(dp_replicate=2), 1, partition=(4,))
-    assert estimator(2, alone=alone).estimate(whole) == estimator(2).estimate(whole)
+    for mesh, cut in ((MeshShape(dp_replicate=2), (4,)), (MeshShape(pp=2, dp_replicate=2), (2, 2))):
+        whole = Layout(mesh, 1, partition=cut)
+        assert estimator(4, alone=alone).estimate(whole) == estimator(4).estimate(whole)
     shards = Layout(MeshShape(dp_shard=2), 1, partition=(4,))
     assert estimator(2, alone=alone).estimate(shards) == estimator(2).estimate(shards)
 
