@@ -23,7 +23,7 @@ class UnusedParameters:
 
     Args:
         module: The user's sharded module.
-        root: The root, which is called and contains all units.
+        roots: The roots, which are called and contain all units: one, or one for each stage.
         units: Names of the other units.
         group: A gloo group of the ranks.
     """
@@ -31,7 +31,7 @@ class UnusedParameters:
     def __init__(
         self,
         module: nn.Module,
-        root: FSDPModule,
+        roots: Sequence[FSDPModule],
         units: Sequence[str],
         group: dist.ProcessGroup,
     ) -> None:
@@ -41,17 +41,18 @@ class UnusedParameters:
         self._units = ["", *units]
         self._not_hooked: dict[str, list[str]] = {}  # in each unit and those inside of it
         self._reached: set[str] = set()
-        root.set_reduce_scatter_unused_params(True)
-        assert isinstance(root, nn.Module)
-        root.register_forward_pre_hook(partial(self._hook_into, ""))
+        for root in roots:
+            root.set_reduce_scatter_unused_params(True)
+            assert isinstance(root, nn.Module)
+            root.register_forward_pre_hook(partial(self._hook_into, ""))
         for name in units:
             # After FSDP2's own hook, which gathers.
             module.get_submodule(name).register_forward_pre_hook(partial(self._hook_into, name))
 
     @staticmethod
-    def are_supported_by(root: FSDPModule) -> bool:
+    def are_supported_by(roots: Sequence[FSDPModule]) -> bool:
         """Returns whether FSDP2 can reduce zeros for missing gradients, as since torch 2.13."""
-        return hasattr(root, "set_reduce_scatter_unused_params")
+        return all(hasattr(root, "set_reduce_scatter_unused_params") for root in roots)
 
     def begin_step(self) -> None:
         """Records the sharded parameters; call it before each step's forward."""

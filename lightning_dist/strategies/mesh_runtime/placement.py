@@ -260,7 +260,7 @@ class ShardedPlacement(LocalReplicas):
         if composed.split is not None:
             checks.check_fragments(self._local_config, composed.split.ties)
         if self.replicates(self.mesh):
-            return StagedModule(composed, None, config, statistics=statistics)
+            return StagedModule(composed, None, config, statistics)
         # Replicas that never average a gradient need not run the same units.
         meets = self._local_config.sync_warmup_steps or not self._local_config.averages_weights
         training_group = self.stage_group if meets else self.group("dp_shard", "tp")
@@ -271,12 +271,11 @@ class ShardedPlacement(LocalReplicas):
             self.group("dp_shard", "tp"),
             always=self._shard_config.find_unused_parameters,
         )
+        unused, roots = None, composed.shards
+        if roots and UnusedParameters.are_supported_by(roots):
+            unused = UnusedParameters(self.module, roots, composed.units, training_group)
         if composed.split is not None:
-            return StagedModule(composed, units, config, statistics=statistics)
-        unused = None
-        if composed.shards and UnusedParameters.are_supported_by(composed.shards[0]):
-            (root,) = composed.shards
-            unused = UnusedParameters(self.module, root, composed.units, training_group)
+            return StagedModule(composed, units, config, statistics, unused)
         return ShardedModule(composed, units, unused)
 
     @property

@@ -27,6 +27,7 @@ from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, 
 from lightning_dist.engine.pipeline.measurements import Measurements, gather_measurements
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
+from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.run_setup import StepContext
@@ -48,6 +49,7 @@ class StagedModule(ShardedModule):
         units: Compares which units the ranks run in a step; None where no other rank exists.
         config: The pipeline's arguments.
         statistics: Modules that compute statistics of the batch.
+        unused: As for :class:`.ShardedModule`.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class StagedModule(ShardedModule):
         units: UnitAgreement | None,
         config: PipelineConfig,
         statistics: Sequence[str] = (),
+        unused: UnusedParameters | None = None,
     ) -> None:
-        super().__init__(composed, units)
+        super().__init__(composed, units, unused)
         assert composed.split is not None
         self._split = composed.split
         self._config = config
@@ -127,6 +130,8 @@ class StagedModule(ShardedModule):
     def train(
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
+        if self._unused is not None:
+            self._unused.begin_step()
         with self.check_units(training=True), reraise_mixed_dtensor_error():
             return self.session.runner.train(arguments_of_step(args, kwargs), context)
 

@@ -9,15 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from typing_extensions import override
 
 from lightning_dist import MeshStrategy, PipelineStrategy
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.networks.models import make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 
-MESH = "on a mesh"
+SENDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
+MESHES = ("dp_replicate", "dp_shard") if SENDS_ZEROS else ("dp_replicate",)
 
 
 class Experts(nn.Module):
@@ -63,9 +66,10 @@ def make_batches() -> TensorDataset:
 
 def fit(schedule: str | None, num_replicas: int) -> dict[str, Tensor]:
     module, strategy = Mixture(), "auto"
-    if schedule == MESH:
+    if schedule in MESHES:
         pipeline = PipelineConfig(num_microbatches=2, partition=[2, 2])
-        strategy = MeshStrategy(pp=2, dp_replicate=num_replicas, pipeline=pipeline)
+        shard = ShardConfig(find_unused_parameters=True)
+        strategy = MeshStrategy(pp=2, **{schedule: num_replicas}, pipeline=pipeline, shard=shard)
     elif schedule is not None:
         num_microbatches = 1 if schedule == "pipedream" else 2
         strategy = PipelineStrategy(2, schedule, num_microbatches, partition=[2, 2])
@@ -80,7 +84,7 @@ def fit(schedule: str | None, num_replicas: int) -> dict[str, Tensor]:
     return state_of(module)
 
 
-SCHEDULES = (MESH, "1f1b", "zb_h1", "pipedream", "pipedream_2bw")
+SCHEDULES = (*MESHES, "1f1b", "zb_h1", "pipedream", "pipedream_2bw")
 
 
 def fit_all(num_replicas: int) -> list[dict[str, Tensor]]:
