@@ -193,6 +193,24 @@ FIXED: dict[str, Fixed] = {
     "stages, frozen layers": Fixed(
         Case("gpipe_whole", model="frozen", optimizer="rmsprop", callbacks=("unfreeze",), epochs=2)
     ),
+    "unfrozen while stages fill, pipedream": Fixed(
+        Case(
+            "pipedream",
+            callbacks=("unfreeze", "every_steps"),
+            num_batches=5,
+            epochs=2,
+            limit_val_batches=0,
+        )
+    ),
+    "unfrozen while stages fill, vertical sync": Fixed(
+        Case(
+            "vertical_sync",
+            callbacks=("unfreeze", "every_steps"),
+            num_batches=5,
+            epochs=2,
+            limit_val_batches=0,
+        )
+    ),
     "stages, running statistics": Fixed(
         Case("gpipe_whole", model="batch_norms", precision="64-true", callbacks=("linked_last",))
     ),

@@ -76,17 +76,24 @@ class StashedHalf(Stashed):
     @override
     def _aliases(self) -> Mapping[str, Tensor]:
         return {
-            name: self._alias(p) if p.requires_grad else self._frozen_alias(name, p)
+            name: self._alias(name, p) if p.requires_grad else self._frozen_alias(name, p)
             for name, p in self._parameters.items()
         }
 
-    def _alias(self, parameter: nn.Parameter) -> Tensor:
+    def _alias(self, name: str, parameter: nn.Parameter) -> Tensor:
+        self._frozen.pop(name, None)  # it changes from now on, and may be frozen again
         if self._half.is_in_graph:
             return self._half.cast(parameter)
         with torch.no_grad():
             copy = self._half.cast(parameter)
             is_master = copy is parameter
             return (copy.clone() if is_master else copy).detach().requires_grad_()
+
+    @override
+    def _again(self, alias: Tensor, parameter: nn.Parameter) -> Tensor:
+        if self._half.is_in_graph and parameter.requires_grad:
+            return self._half.cast(parameter)
+        return super()._again(alias, parameter)
 
     def _frozen_alias(self, name: str, parameter: nn.Parameter) -> Tensor:
         if name not in self._frozen:

@@ -58,12 +58,14 @@ class WeightVersion:
             alias is used itself.
         num_users: Number of micro-batches in flight on this version.
         copies: Copies of the parameters, for comparisons, if the aliases do not stay.
+        origin: The version with the same memory whose users count, if it is another one.
     """
 
     index: int
     aliases: Mapping[str, Tensor] = field(default_factory=dict)
     num_users: int = field(default=0)
     copies: Mapping[str, Tensor] = field(default_factory=dict)
+    origin: WeightVersion | None = None
 
     @property
     def seen(self) -> Mapping[str, Tensor]:
@@ -164,10 +166,11 @@ class Stashed(WeightPolicy):
     def acquire(self) -> WeightVersion:
         version = self._aging[0] if self._aging else self._newest()
         version.num_users += 1
-        return version
+        return self._as_trained(version)
 
     @override
     def release(self, version: WeightVersion) -> None:
+        version = version.origin or version
         assert version.num_users > 0
         version.num_users -= 1
         self._drop_if_unused(version)
@@ -202,6 +205,20 @@ class Stashed(WeightPolicy):
         return {
             name: p.data.requires_grad_(p.requires_grad) for name, p in self._parameters.items()
         }
+
+    def _as_trained(self, version: WeightVersion) -> WeightVersion:
+        """Returns a version whose aliases need gradients where the parameters do by now."""
+        pairs = [(alias, self._parameters[name]) for name, alias in version.aliases.items()]
+        if all(alias.requires_grad == p.requires_grad for alias, p in pairs):
+            return version
+        # The graphs of micro-batches in flight keep the aliases that they have.
+        again = map(self._again, *zip(*pairs, strict=True))
+        aliases = dict(zip(version.aliases, again, strict=True))
+        return WeightVersion(version.index, aliases, origin=version)
+
+    def _again(self, alias: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Returns another alias of a parameter that was frozen or unfrozen, maybe."""
+        return alias.detach().requires_grad_(parameter.requires_grad)
 
     def _leave_current(self) -> None:
         """Moves the parameters to fresh memory, away from the newest version's."""

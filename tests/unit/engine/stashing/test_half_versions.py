@@ -67,6 +67,19 @@ def test_a_version_is_the_cast() -> None:
     assert store.stash_bytes == 0
 
 
+def test_what_was_trained_and_is_frozen_again_has_its_last_values() -> None:
+    module = nn.Linear(2, 2)
+    store = StashedHalf(module.named_parameters(), half())
+    for is_trained in (False, True, False):
+        module.weight.requires_grad_(is_trained)
+        version = store.acquire()
+        assert torch.equal(version.aliases["weight"], module.weight.to(BF16))
+        store.release(version)
+        store.before_step()
+        if is_trained:
+            module.weight.data.add_(1.0)
+
+
 def test_in_the_graph_gradients_come_to_the_masters() -> None:
     module = nn.Linear(2, 2)
     store = StashedHalf(module.named_parameters(), half(is_in_graph=True))

@@ -48,6 +48,28 @@ def test_users_of_one_version_share_it() -> None:
     assert store.num_live_versions == 1
 
 
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_what_is_unfrozen_is_trained_from_the_next_forward_on(max_age: int) -> None:
+    module = nn.Linear(2, 2)
+    module.weight.requires_grad_(False)
+    store = Stashed(module.named_parameters(), max_age)
+    before = store.acquire()
+    if max_age:
+        store.before_step()  # the next forward takes the same version
+    module.weight.requires_grad_()
+    after = store.acquire()
+    assert [v.aliases["weight"].requires_grad for v in (before, after)] == [False, True]
+    assert before.aliases["weight"].data_ptr() == after.aliases["weight"].data_ptr()
+    assert before.index == after.index == 0
+    store.before_step()
+    module.weight.data.fill_(9.0)
+    assert 9.0 not in after.aliases["weight"]
+    store.release(before)
+    assert store.num_live_versions == 2 + max_age
+    store.release(after)
+    assert store.num_live_versions == 1 + max_age
+
+
 def test_forwards_stay_behind_by_some_steps() -> None:
     module = nn.Linear(2, 2)
     store = Stashed(module.named_parameters(), max_age=2)
