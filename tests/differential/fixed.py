@@ -193,6 +193,9 @@ FIXED: dict[str, Fixed] = {
     "stages, frozen layers": Fixed(
         Case("gpipe_whole", model="frozen", optimizer="rmsprop", callbacks=("unfreeze",), epochs=2)
     ),
+    "unfrozen shards, half precision": Fixed(
+        Case("fsdp", model="norms", precision="half", callbacks=("unfreeze",), epochs=2)
+    ),
     "unfrozen while stages fill, pipedream": Fixed(
         Case(
             "pipedream",

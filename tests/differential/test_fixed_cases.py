@@ -66,6 +66,7 @@ def _parameters() -> list[object]:
     "the last batch of an epoch stops, asynchronous",
     "the step penalizes the head, vertical sync",
     "the step scales logits, 2bw",
+    "unfrozen shards, half precision",
     "unfrozen while stages fill, *",
     "values of batches in flight at a drain",
 )

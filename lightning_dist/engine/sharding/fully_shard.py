@@ -4,7 +4,8 @@ A *unit* is a module whose parameters are gathered in one collective before its 
 after it. A root, the module that is called, is always a unit: it takes the parameters that no unit
 inside it has. Before torch 2.13 there is no public way to forget a step that an exception has
 ended: the next backward would continue it. So this is the one place that resets FSDP2's private
-state of a step, only in those versions, which do not change any more.
+state of a step, only in those versions, which do not change any more. And the one place that lets
+FSDP2 know that a unit is trained which was frozen when the root was first called.
 """
 
 from __future__ import annotations
@@ -57,6 +58,22 @@ def _forget(state: Any) -> None:
         group._all_gather_result = None
         group._partial_reduce_output = None
         group._post_forward_indices.clear()
+
+
+def note_unfrozen(root: nn.Module) -> None:
+    """Lets units be trained whose parameters were all frozen when the root was first called.
+
+    There is no public way. Under mixed precision such a unit has no dtype for its gradients, and
+    its first backward fails.
+    """
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        found = getattr(state, "_fsdp_param_groups", None)  # in newer versions
+        for group in [state._fsdp_param_group] if found is None else found:
+            if getattr(group, "_orig_dtype", "unknown") is None:  # the root has been called
+                group._init_mp_dtypes()
 
 
 @dataclass(frozen=True, slots=True)

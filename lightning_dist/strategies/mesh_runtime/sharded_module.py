@@ -24,7 +24,12 @@ from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtenso
 from lightning_dist.engine.pipeline.measurements import Measurements
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
-from lightning_dist.engine.sharding.fully_shard import forget_step, move_rest, reshard
+from lightning_dist.engine.sharding.fully_shard import (
+    forget_step,
+    move_rest,
+    note_unfrozen,
+    reshard,
+)
 from lightning_dist.engine.sharding.manual_steps import ManualSteps
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
@@ -74,6 +79,7 @@ class ShardedModule:
         self._shards = composed.shards
         self._logits = None if composed.tensor_parallel is None else composed.tensor_parallel.logits
         self._entered: set[nn.Module] = set()
+        self._are_trained = b""  # a flag for each parameter
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
         self._units = units
@@ -148,6 +154,11 @@ class ShardedModule:
 
     def begin_batch(self) -> None:
         """Prepares for a training batch. Collective: every rank must call it."""
+        are_trained = bytes(p.requires_grad for p in self.module.parameters())
+        if self._shards and are_trained != self._are_trained:
+            self._are_trained = are_trained
+            for root in self._roots:
+                note_unfrozen(root)
 
     def train(
         self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
