@@ -40,7 +40,7 @@ class Entry:
         versions: Which weights a batch meets, by name in ``oracle_strategy``; None is the newest.
         is_slow: Whether it is drawn half as often as others.
         is_spread: Whether ranks have pieces of layers.
-        is_sharded: Whether ranks have shards of parameters, or replicas that are made as these.
+        is_sharded: Whether ranks have shards of parameters.
         averages_behind_hooks: Whether a rank clips its own gradient.
         shares_steps: Whether each step ties all ranks. Else a stop comes at no certain batch.
         tolerance: How far values may be from one device's, beyond rounding; infinite if replicas
@@ -252,7 +252,6 @@ STRATEGIES: dict[str, Entry] = {
         stages=2,
         microbatches=2,
         is_slow=True,
-        is_sharded=True,
         tolerance=math.inf,
     ),
     "replicas": Entry(2, 2, partial(MeshStrategy, dp_replicate=2, timeout_s=20.0)),
@@ -273,6 +272,5 @@ STRATEGIES: dict[str, Entry] = {
         stages=2,
         microbatches=2,
         is_slow=True,
-        is_sharded=True,
     ),
 }
