@@ -1,4 +1,4 @@
-"""Whole replicas on a mesh have a single device's parameters, and its freedoms."""
+"""Whole layers on a mesh have a single device's parameters, and its freedoms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_dist import MeshStrategy
-from tests.helpers.networks.models import Classifier, make_loader, make_trainer, share_of, state_of
+from lightning_dist.engine.splitting.config import PipelineConfig
+from tests.helpers.networks.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+    share_of,
+    state_of,
+)
 from tests.helpers.processes.workers import WorkerPool
 
 NUM_SAMPLES = 16
@@ -60,3 +68,21 @@ def test_a_gradient_that_a_rank_does_not_have_is_zero(workers: WorkerPool) -> No
     first, second = workers.run(2, train, 2, SometimesScaled)
     assert float(first["scale"]) != 1.5
     assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def train_with_hooks(num_ranks: int) -> dict[str, Tensor]:
+    module = make_module()
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+    pipeline = PipelineConfig(num_microbatches=4)
+    strategy = MeshStrategy(pp=2, pipeline=pipeline) if num_ranks == 2 else "auto"
+    trainer = make_trainer(devices=num_ranks, strategy=strategy)
+    trainer.fit(module, make_loader(NUM_SAMPLES), make_loader(8))
+    return state_of(module)
+
+
+def test_hooks_see_the_whole_gradient_of_a_stage(workers: WorkerPool) -> None:
+    (alone,) = workers.run(1, train_with_hooks, 1)
+    for stage in workers.run(2, train_with_hooks, 2):
+        for name, value in stage.items():
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-12)
