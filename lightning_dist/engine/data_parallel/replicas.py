@@ -43,9 +43,8 @@ def average_gradients(
         wire: What is sent; None sends the gradients' own dtype.
     """
     own = [p for p in parameters if p.requires_grad or p.grad is not None]
-    for parameter, gradient in zip(
-        own, average_used([p.grad for p in own], own, group, wire), strict=True
-    ):
+    found = average_used([p.grad for p in own], own, group, wire)
+    for parameter, gradient in zip(own, found, strict=True):
         parameter.grad = gradient
 
 

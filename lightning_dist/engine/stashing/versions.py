@@ -208,12 +208,11 @@ class Stashed(WeightPolicy):
 
     def _as_trained(self, version: WeightVersion) -> WeightVersion:
         """Returns a version whose aliases need gradients where the parameters do by now."""
-        pairs = [(alias, self._parameters[name]) for name, alias in version.aliases.items()]
-        if all(alias.requires_grad == p.requires_grad for alias, p in pairs):
+        own, before = self._parameters, version.aliases
+        if all(alias.requires_grad == own[name].requires_grad for name, alias in before.items()):
             return version
         # The graphs of micro-batches in flight keep the aliases that they have.
-        again = map(self._again, *zip(*pairs, strict=True))
-        aliases = dict(zip(version.aliases, again, strict=True))
+        aliases = {name: self._again(alias, own[name]) for name, alias in before.items()}
         return WeightVersion(version.index, aliases, origin=version)
 
     def _again(self, alias: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -154,8 +154,10 @@ class ShardedModule:
 
     def begin_batch(self) -> None:
         """Prepares for a training batch. Collective: every rank must call it."""
+        if not self._shards:
+            return
         are_trained = bytes(p.requires_grad for p in self.module.parameters())
-        if self._shards and are_trained != self._are_trained:
+        if are_trained != self._are_trained:
             self._are_trained = are_trained
             for root in self._roots:
                 note_unfrozen(root)

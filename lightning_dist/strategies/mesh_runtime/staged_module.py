@@ -24,6 +24,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
 from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
+from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.measurements import Measurements, gather_measurements
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
@@ -152,8 +153,10 @@ class StagedModule(ShardedModule):
         """Returns the layers of a stage of this rank as one module."""
         return self._root_of[number]
 
-    def gradients(self, number: int) -> ParamGradAccumulator:
-        """Creates the accumulator of a stage's gradients, which runs the stage's backwards."""
+    def gradients(self, number: int) -> HeldGradients:
+        """Creates the holder of a stage's gradients, which runs the stage's backwards."""
+        if self.is_whole:
+            return HeldGradients()
         root = self.root(number)
         listener = StageBackwards(root, self.backward_context, lambda: self._sends)
         return ParamGradAccumulator(root, listener, partial(self._check_first, number))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -133,11 +133,13 @@ def open_session(
     )
     with ExitStack() as if_it_fails:
         if_it_fails.callback(channels.close)
-        holds = wrapped is None or wrapped.gradients is None  # each stage its own gradients
+        layers = None if wrapped is None else wrapped.layers
+        gradients = None if wrapped is None else wrapped.gradients
+        runs_hooks = gradients is None  # once for each batch; otherwise autograd has
 
         def change(name: str, gradient: Tensor) -> Tensor | None:
             parameter = found.module.get_parameter(name)
-            return with_hooks(parameter, gradient) if holds else gradient
+            return with_hooks(parameter, gradient) if runs_hooks else gradient
 
         tied = TiedSums(
             ties, rank_of_stage=homes, rank=shape.rank, links=channels.ties, change=change
@@ -146,20 +148,18 @@ def open_session(
         half = half_precision_of(precision)
         weights = None
         if half is not None:
-            weights = half.leave_to_stages(found, is_in_graph=not holds)
+            weights = half.leave_to_stages(found, is_in_graph=gradients is not None)
         masters_dtype = None if weights is None else torch.float32
         options = StageOptions(
             weight_versions=config.weight_versions,
             seed=strategy.seed,
             device=device,
-            gradients=lambda _: HeldGradients(masters_dtype),
+            layers=layers,
+            gradients=gradients or (lambda _: HeldGradients(masters_dtype)),
             predict=predict,
             measure_discrepancy=logged is not None and logged.discrepancy,
             half=weights,
         )
-        if wrapped is not None:
-            options = replace(options, layers=wrapped.layers)
-            options = replace(options, gradients=wrapped.gradients or options.gradients)
         pipeline = Pipeline(
             found,
             shape,

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import MeshStrategy
+from lightning_dist.callbacks import MixedPrecision
+from lightning_dist.engine.parallelize.shard_config import ReduceDtype, ShardConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.networks.models import (
     Classifier,
+    make_data,
     make_loader,
     make_module,
     make_trainer,
@@ -86,3 +93,32 @@ def test_hooks_see_the_whole_gradient_of_a_stage(workers: WorkerPool) -> None:
     for stage in workers.run(2, train_with_hooks, 2):
         for name, value in stage.items():
             torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-12)
+
+
+def dtypes_sent(reduce_dtype: ReduceDtype) -> set[torch.dtype]:
+    """Returns the floating dtypes that are summed along ``dp_replicate`` in a fit."""
+    found: set[torch.dtype] = set()
+    send = dist.all_reduce
+
+    def record(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if tensor.is_floating_point() and tensor.numel() > 100:
+            found.add(tensor.dtype)
+        return send(tensor, *args, **options)
+
+    trainer = make_trainer(
+        devices=4,
+        strategy=MeshStrategy(pp=2, dp_replicate=2, shard=ShardConfig(reduce_dtype=reduce_dtype)),
+        callbacks=[MixedPrecision("bf16")],
+        limit_val_batches=0,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", record)
+        x, y = make_data(NUM_SAMPLES).tensors
+        loader = DataLoader(TensorDataset(x.float(), y), batch_size=8)
+        trainer.fit(make_module().float(), loader, loader)
+    return found
+
+
+def test_replicas_of_stages_send_what_reduce_dtype_says(workers: WorkerPool) -> None:
+    assert workers.run(4, dtypes_sent, "float32") == [{torch.float32}] * 4
+    assert workers.run(4, dtypes_sent, "bfloat16") == [{torch.bfloat16}] * 4

@@ -31,7 +31,6 @@ from lightning_dist.engine.common.device_mesh import axis, build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
-from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
@@ -236,12 +235,11 @@ class DryStep:
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
         shape = config.shape(self.run.mesh, self.rank, split.layers_per_stage)
         links, sent = dry_links(split.rank_of_stage, shape.rank, known, note)
-        holder = (lambda _: HeldGradients()) if staged.is_whole else staged.gradients
         pipeline = Pipeline(
             split.layers,
             shape,
             links,
-            StageOptions(layers=staged.root, gradients=holder),
+            StageOptions(layers=staged.root, gradients=staged.gradients),
         )
         step = staged.wrap_step(self._training_step)
 

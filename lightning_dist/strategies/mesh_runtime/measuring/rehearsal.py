@@ -11,7 +11,7 @@ train. It has the module's values, but no callbacks, and no loader.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -151,9 +151,7 @@ class Rehearsal:
             rank_of_stage=shape.rank_of_stage,
             p2p_backend=config.p2p_backend(self.backend, self.device),
         )
-        options = StageOptions(device=self.device, layers=staged.root)
-        if not staged.is_whole:
-            options = replace(options, gradients=staged.gradients)
+        options = StageOptions(device=self.device, layers=staged.root, gradients=staged.gradients)
         run = staged.wrap_step(staged.module.training_step)
 
         def train(microbatch: Microbatch) -> Tensor:

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
-from lightning_dist.engine.data_parallel.replicas import average, broadcast_state
+from lightning_dist.engine.data_parallel.replicas import (
+    average,
+    average_gradients,
+    average_used,
+    broadcast_state,
+)
 
 META = torch.device("meta")
 REPLICAS = DeviceGroup(dist.ProcessGroup(0, 2), META)
@@ -24,6 +29,23 @@ def test_gradients_and_weights_are_averaged_on_the_device(sent: list[Tensor]) ->
     local = LocalSGD(nn.Linear(2, 2, device=META), REPLICAS, LocalConfig())
     local.count_step()
     assert [(tensor.device, tensor.numel()) for tensor in sent] == [(META, 8), (META, 6)]
+
+
+def test_only_a_replica_that_lacks_a_gradient_reads_who_has_one(sent: list[Tensor]) -> None:
+    parameters = [nn.Parameter(torch.zeros(size, device=META)) for size in (2, 3)]
+    gradients = [torch.zeros_like(parameter) for parameter in parameters]
+    average_used(gradients, parameters, REPLICAS)
+    with pytest.raises(NotImplementedError, match="meta"):
+        average_used([gradients[0], None], parameters, REPLICAS)
+    assert [tensor.numel() for tensor in sent] == [2 + 3 + 2] * 2  # a number for each parameter
+
+
+def test_gradients_are_sent_in_the_dtype_that_is_asked_for(sent: list[Tensor]) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.full((2,), 3.0)
+    average_gradients([parameter], DeviceGroup(REPLICAS.group, torch.device("cpu")), torch.bfloat16)
+    assert [tensor.dtype for tensor in sent] == [torch.bfloat16]
+    assert torch.equal(parameter.grad, torch.full((2,), 1.5))  # nothing comes from the other one
 
 
 def test_a_state_in_host_memory_is_sent_from_the_device(sent: list[Tensor]) -> None:
