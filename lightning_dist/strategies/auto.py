@@ -31,6 +31,7 @@ from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
+from lightning_dist.strategies.base.model_checks import check_dense_gradients
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.mesh import MeshStrategy, arguments_of
 from lightning_dist.strategies.mesh_runtime.first_call import share_first_batch
@@ -124,6 +125,8 @@ class AutoStrategy(MeshStrategy):
     @override
     def check_run(self, trainer: pl.Trainer) -> None:
         if self.is_fitting and self._ranking is None:
+            if self.world_size > 1:
+                check_dense_gradients(self.module, "the plans that are compared")
             with random_state_kept(self.root_device):
                 ranking = self._search(trainer)
             rank_zero_info(f"{ranking.table().title}\n{ranking.table()}")

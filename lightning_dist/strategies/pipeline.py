@@ -193,6 +193,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         if self.is_fitting:
             num_stages = len(self._config.rank_of_stage(self.mesh.pp))
             checks.check_trainer(trainer, self.module, self._config, num_stages)
+            if self.mesh.data_size > 1:
+                model_checks.check_dense_gradients(self.module, "averages of replicas")
         elif self._config.partition == "profile":
             rank_zero_info(
                 "partition='profile' measures while it trains. This run does not, and is cut by"

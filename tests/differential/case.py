@@ -33,7 +33,9 @@ class Case:
         callbacks: Keys of ``dials.callbacks.CALLBACKS``.
         logs: Keys of ``dials.module.LOGS``.
         parameter_hooks: Keys of ``dials.models.PARAMETER_HOOKS``.
-        returns: What ``training_step`` returns.
+        returns: What ``training_step`` returns; with a weight its loss is a weighted mean.
+        stepping: Who steps optimizers: Lightning, an ``optimizer_step`` that warms the rate up, or
+            the training step, with one or two of them.
         data: Key of ``dials.data.LOADERS``.
         batch_size: Samples of a global batch.
         num_batches: Global batches of an epoch.
@@ -44,6 +46,11 @@ class Case:
         limit_val_batches: Validation batches; 0 leaves validation out.
         log_every_n_steps: As for ``Trainer``.
         sanity_steps: Validation batches ahead of training.
+        val_loaders: Number of validation loaders.
+        options: Keys of ``run.TRAINER_OPTIONS``.
+        fits: How often the module is fitted: once, again by the trainer for as many epochs more,
+            or anew by another trainer.
+        validates_first: Whether the trainer validates before it fits.
         check_val_every_n_epoch: As for ``Trainer``.
         reload_every_n_epochs: ``reload_dataloaders_every_n_epochs`` of ``Trainer``.
         max_steps: As for ``Trainer``; None sets no limit.
@@ -64,7 +71,8 @@ class Case:
     callbacks: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
     parameter_hooks: tuple[str, ...] = ()
-    returns: Literal["loss", "dict"] = "loss"
+    returns: Literal["loss", "dict", "weight"] = "loss"
+    stepping: Literal["automatic", "own_step", "manual", "two_manual"] = "automatic"
     data: str = "ordered"
     batch_size: int = 8
     num_batches: int = 4
@@ -75,6 +83,10 @@ class Case:
     limit_val_batches: int = 1
     log_every_n_steps: int = 1
     sanity_steps: int = 0
+    val_loaders: int = 1
+    options: tuple[str, ...] = ()
+    fits: Literal["once", "again", "anew"] = "once"
+    validates_first: bool = False
     check_val_every_n_epoch: int = 1
     reload_every_n_epochs: int = 0
     max_steps: int | None = None
@@ -92,6 +104,11 @@ class Case:
             if getattr(self, field.name) != field.default
         ]
         return f"Case({', '.join(shown)})"
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether the training step steps the optimizers."""
+        return self.stepping in ("manual", "two_manual")
 
     @property
     def num_samples(self) -> int:

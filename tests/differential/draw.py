@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from tests.differential.case import ROUGH_PRECISIONS, Case
 from tests.differential.dials.callbacks import CALLBACKS
 from tests.differential.dials.data import LOADERS, OF_ONE_READER
-from tests.differential.dials.models import MODELS, PARAMETER_HOOKS
+from tests.differential.dials.models import (
+    MODELS,
+    OF_SHARED_PARAMETERS,
+    PARAMETER_HOOKS,
+)
 from tests.differential.dials.module import (
     LOGS,
     OF_OUTPUTS,
@@ -19,6 +23,7 @@ from tests.differential.dials.module import (
 )
 from tests.differential.dials.optimizers import OPTIMIZERS, SCHEDULERS
 from tests.differential.dials.strategies import STRATEGIES, Entry
+from tests.differential.run import TRAINER_OPTIONS
 
 # What needs the whole model on each rank.
 OF_WHOLE_MODELS = ("finetune", "ema", "swa")
@@ -28,6 +33,9 @@ OF_VALIDATION = ("best", "early")
 OF_EXACT_VALUES = ("best", "train_best", "early", "early_train")
 OF_EXACT_LOGS = ("metric", "count")
 OF_LOGGED_LOSS = ("train_best", "early_train")
+# Strategies under which a module may step its optimizers by itself.
+OF_MANUAL_STEPS = ("ddp", "fsdp", "fsdp_gradients", "fsdp_optimizer", "replicas_of_shards")
+OF_AUTOMATIC_STEPS = ("accumulate_later", "swa", "finetune")
 
 
 def _models(entry: Entry) -> list[str]:
@@ -35,7 +43,9 @@ def _models(entry: Entry) -> list[str]:
     if entry.replicas > 1 or entry.microbatches > 1:
         left_out.add("batch_norms")
     if entry.versions in ("stash", "vertical_sync"):
-        left_out.add("tied")
+        left_out |= set(OF_SHARED_PARAMETERS)
+    if entry.is_sharded:
+        left_out.add("in_place")  # FSDP2's units must not write into their inputs
     return [name for name in MODELS if name not in left_out]
 
 
@@ -62,7 +72,7 @@ def _parameter_hooks(entry: Entry, model: str, accumulate: int) -> list[str]:
         return ["halve"]
     # Hooks of replicas see a share's gradient, and those of a parameter that stages share the sum
     # over the batches of an update.
-    sums_batches = model == "tied" and entry.is_pipeline and accumulate > 1
+    sums_batches = model in OF_SHARED_PARAMETERS and entry.is_pipeline and accumulate > 1
     sees_whole = entry.replicas == 1 and not sums_batches
     return [name for name in PARAMETER_HOOKS if sees_whole or name not in OF_WHOLE_GRADIENTS]
 
@@ -100,6 +110,26 @@ def _some(names: list[str], most: int) -> st.SearchStrategy[tuple[str, ...]]:
     return st.lists(st.sampled_from(names), max_size=most, unique=True).map(tuple)
 
 
+def _options(entry: Entry) -> list[str]:
+    # Lightning replaces samplers of its own choice then, and all replicas would read the same.
+    left_out = {"overfit"} if entry.replicas > 1 else set()
+    return [name for name in TRAINER_OPTIONS if name not in left_out]
+
+
+def _steppings(name: str, entry: Entry, callbacks: tuple[str, ...]) -> list[str]:
+    by_hand = ["manual", "two_manual"] if name in OF_MANUAL_STEPS else []
+    if set(OF_AUTOMATIC_STEPS) & set(callbacks):
+        by_hand = []
+    return ["automatic"] * 4 + ["own_step", *by_hand]
+
+
+def _returns(entry: Entry, model: str, stepping: str, accumulate: int) -> list[str]:
+    # One device gives accumulated batches equal weights.
+    weighs = entry.is_pipeline and stepping == "automatic" and accumulate == 1
+    of_one_loss = model not in ("scale", "penalty", "two_outputs")
+    return ["loss", "dict", *(["weight"] if weighs and of_one_loss else [])]
+
+
 @st.composite
 def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
     """Draws a case; smaller ones first when hypothesis shrinks.
@@ -128,8 +158,12 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
     needs_validation = bool(set(OF_VALIDATION) & set(callbacks)) or scheduler == "plateau_epoch"
     is_exact = precision in ("double", "64-true") and not is_rough
     optimizer = draw(st.sampled_from(_optimizers(name))) if is_exact else "sgd"
+    if model == "sparse":
+        optimizer = "adagrad"
+    stepping = draw(st.sampled_from(_steppings(name, entry, callbacks)))
+    is_manual = stepping in ("manual", "two_manual")
     data = [loader for loader in LOADERS if loader not in OF_ONE_READER or entry.replicas == 1]
-    accumulate = 1 if is_late else draw(st.sampled_from((1, 1, 2, 3)))
+    accumulate = 1 if is_late or is_manual else draw(st.sampled_from((1, 1, 2, 3)))
     num_batches = draw(st.integers(2, 5))
     epochs = draw(st.integers(1, 3))
     val_check_interval = draw(st.none() | st.integers(1, num_batches))
@@ -138,6 +172,18 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
     # One device that resumes under 64-true rounds the weights to 32 bits before it converts itself.
     ends_early = st.none() if precision == "64-true" else st.none() | st.integers(1, 12)
     resume_at = draw(ends_early)
+    clip = draw(st.sampled_from(_clips(entry)))
+    if is_manual and clip is not None and clip[0] != "by_hand":
+        clip = None
+    scheduler = scheduler if stepping == "automatic" else None
+    options = draw(_some(_options(entry), 2))
+    if "accumulate_later" in callbacks:
+        accumulate = 1
+    returns = draw(st.sampled_from(_returns(entry, model, stepping, accumulate)))
+    if returns == "weight":
+        logs = set()
+        callbacks = tuple(c for c in callbacks if c not in OF_LOGGED_LOSS)
+        scheduler = None if scheduler == "plateau_step" else scheduler
     return Case(
         strategy=name,
         model=model,
@@ -145,11 +191,12 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         scheduler=scheduler,
         precision=precision,  # type: ignore[arg-type]
         accumulate=accumulate,
-        clip=draw(st.sampled_from(_clips(entry))),
+        clip=clip,
         callbacks=callbacks,
         logs=tuple(log for log in LOGS if log in logs),
         parameter_hooks=draw(_some(_parameter_hooks(entry, model, accumulate), 1)),
-        returns=draw(st.sampled_from(("loss", "dict"))),  # type: ignore[arg-type]
+        returns=returns,  # type: ignore[arg-type]
+        stepping=stepping,  # type: ignore[arg-type]
         data=draw(st.sampled_from(data)),
         num_batches=num_batches,
         last_batch=draw(st.sampled_from([n for n in (8, 4, 6, 5, 7) if n % entry.replicas == 0])),
@@ -160,6 +207,10 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         # A rank that wants to stop logs the batch at hand, at whatever interval.
         log_every_n_steps=draw(st.integers(1, 1 if "stop_first_rank" in callbacks else 3)),
         sanity_steps=draw(st.sampled_from((0, 0, 1, 2))),
+        val_loaders=1 if needs_validation else draw(st.sampled_from((1, 1, 2))),
+        options=options,
+        fits=draw(st.sampled_from(("once", "once", "once", "again", "anew"))),  # type: ignore[arg-type]
+        validates_first=draw(st.sampled_from((False, False, True))),
         check_val_every_n_epoch=1 if needs_validation else draw(st.sampled_from((1, 1, 2))),
         reload_every_n_epochs=draw(st.sampled_from((0, 0, 0, 1))),
         max_steps=draw(st.none() | st.integers(1, 12)),
@@ -168,6 +219,8 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         evaluates=draw(st.booleans()),
         # Of replicas, each rank's finder sees its own losses.
         lr_find=resume_at is None
+        and stepping == "automatic"
+        and "dev_run" not in options
         and entry.replicas == 1
         and draw(st.sampled_from((False, False, False, True))),
         # A step that is run ahead, to be traced or timed, calls hooks of the first batch ahead.

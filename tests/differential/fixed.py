@@ -79,6 +79,40 @@ FIXED: dict[str, Fixed] = {
     "hooks of a whole gradient that stages share, 2bw": Fixed(
         Case("2bw", model="tied", parameter_hooks=("clamp",), clip=("norm", 0.05))
     ),
+    "hooks of a weighted mean's gradient": Fixed(
+        Case("zb_h1", parameter_hooks=("clamp",), returns="weight", last_batch=5, epochs=2)
+    ),
+    "hooks of a weighted mean's gradient, pipedream": Fixed(
+        Case("pipedream", parameter_hooks=("clamp",), returns="weight", last_batch=5, epochs=2)
+    ),
+    # --- parameters that some steps do not use, sparse gradients ---------------------------------
+    "experts, replicas": Fixed(Case("ddp", model="experts", optimizer="adamw", epochs=2)),
+    "experts, shards": Fixed(Case("fsdp", model="experts", optimizer="adamw", epochs=2)),
+    "experts, sharded layers": Fixed(Case("tp", model="experts", optimizer="adamw", epochs=2)),
+    "experts, pipedream": Fixed(Case("pipedream", model="experts", optimizer="adamw", epochs=2)),
+    "experts, sharded stages in half precision": Fixed(
+        Case("spread_stages", model="experts", precision="half", num_batches=2)
+    ),
+    "sparse gradients, 2bw": Fixed(Case("2bw", model="sparse", optimizer="adagrad")),
+    "sparse gradients, replicas of stages": Fixed(
+        Case("replicas_of_stages", model="sparse", optimizer="adagrad"), refusal="sparse=False"
+    ),
+    "sparse gradients, a plan": Fixed(
+        Case("auto", model="sparse", optimizer="adagrad"), refusal="sparse=False"
+    ),
+    # --- the trainer's options, other steps, other fits ------------------------------------------
+    "anomaly detection, sharded layers": Fixed(
+        Case("tp", options=("anomaly",)), refusal="detect_anomaly=True with tp_size=2"
+    ),
+    "the step steps two optimizers, shards": Fixed(
+        Case("fsdp", stepping="two_manual", clip=("by_hand", 0.01), epochs=2)
+    ),
+    "a warm-up by hand, a second fit, asynchronous": Fixed(
+        Case("2bw", stepping="own_step", fits="again", callbacks=("every_steps",), hooks=True)
+    ),
+    "a second Trainer, two validation loaders": Fixed(
+        Case("1f1b", fits="anew", val_loaders=2, validates_first=True, options=("min_epochs",))
+    ),
     # --- the learning rate finder ----------------------------------------------------------------
     "rate finder, pipedream": Fixed(Case("pipedream", lr_find=True)),
     "rate finder, 2bw": Fixed(Case("2bw", lr_find=True, scheduler="exponential_step")),

@@ -117,6 +117,8 @@ class CatchUp(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         loop = trainer.fit_loop.epoch_loop
+        vars(loop).pop("_get_monitor_value", None)  # of an earlier fit
+        self._losses, self._known = [], 0
         newest = loop._get_monitor_value
 
         def known(key: str) -> Any:

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -35,6 +36,14 @@ from tests.differential.oracle_strategy import CatchUp, OracleStrategy, stalenes
 
 HANDOVER = "handover.ckpt"
 ENOUGH_BATCHES = 15
+TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
+    "anomaly": {"detect_anomaly": True},
+    "no_inference_mode": {"inference_mode": False},
+    "overfit": {"overfit_batches": 2},
+    "dev_run": {"fast_dev_run": 3},
+    "min_steps": {"min_steps": 5},
+    "min_epochs": {"min_epochs": 2},
+}
 
 
 def run_rank(case: Case, folder: str) -> Observation:
@@ -45,7 +54,7 @@ def run_rank(case: Case, folder: str) -> Observation:
         folder: Where to write checkpoints, the same on each rank.
     """
     entry = STRATEGIES[case.strategy]
-    return _run(case, folder, entry.make, entry.devices)
+    return _run(case, folder, partial(entry.strategy_for, case.model), entry.devices)
 
 
 def run_reference(case: Case, folder: str) -> Observation:
@@ -102,7 +111,7 @@ def begin_on_one_device(case: Case, folder: str) -> None:
 
 
 def _begin(case: Case, folder: str, make: Any, devices: int) -> None:
-    trainer, _ = _fit(case, Observation(), folder, make(), devices, until=case.resume_at)
+    trainer, _ = _fit(case, Observation(), folder, make, devices, until=case.resume_at)
     trainer.save_checkpoint(os.path.join(folder, HANDOVER))
 
 
@@ -113,7 +122,7 @@ def _run(case: Case, folder: str, make: Any, devices: int) -> Observation:
             if case.resume_at is not None and not case.begun_by_one_device:
                 _begin(case, folder, make, devices)
             resumed = None if case.resume_at is None else os.path.join(folder, HANDOVER)
-            trainer, task = _fit(case, seen, folder, make(), devices, resumed)
+            trainer, task = _fit(case, seen, folder, make, devices, resumed)
         except ValueError as error:
             seen.refusal = f"{type(error).__name__}: {error}"
             return seen
@@ -131,7 +140,7 @@ def _fit(
     case: Case,
     seen: Observation,
     folder: str,
-    strategy: Strategy | str,
+    make: Callable[[], Any],
     devices: int,
     resumed: str | None = None,
     until: int | None = None,
@@ -139,45 +148,69 @@ def _fit(
     events = seen.events
     kind = recording(Task, MODULE_HOOKS, "module", events) if case.hooks else Task
     task = make_task(case, kind, seed=7 if resumed is None else 8)
-    watch = recording(L.Callback, CALLBACK_HOOKS, "callback", events)()
-    first = [CatchUp(strategy)] if isinstance(strategy, OracleStrategy) else []
-    clip = case.clip if case.clip is not None and case.clip[0] != "by_hand" else None
-    limits = [limit for limit in (case.max_steps, until) if limit is not None]
-    half = [MixedPrecision()] if case.precision == "half" else []
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        precision="32-true" if case.precision in ("double", "half") else case.precision,
-        logger=MemoryLogger(seen.rows),
-        callbacks=[*first, *half, *make_callbacks(case.callbacks, folder), watch],
-        enable_checkpointing=any(name in WRITING for name in case.callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=case.sanity_steps,
-        default_root_dir=folder,
-        max_epochs=case.epochs,
-        max_steps=min(limits) if limits else -1,
-        check_val_every_n_epoch=case.check_val_every_n_epoch,
-        reload_dataloaders_every_n_epochs=case.reload_every_n_epochs,
-        accumulate_grad_batches=case.accumulate,
-        gradient_clip_val=None if clip is None else clip[1],
-        gradient_clip_algorithm=None if clip is None else clip[0],
-        val_check_interval=case.val_check_interval,
-        limit_train_batches=case.limit_train_batches,
-        limit_val_batches=case.limit_val_batches,
-        log_every_n_steps=case.log_every_n_steps,
-    )
+    trainer = _make_trainer(case, seen, folder, make(), devices, until)
     place = _place(trainer, case) if devices > 1 else Place()
     torch.manual_seed(100 + trainer.global_rank)  # as good as no seed
-    loaders = make_loader(case, place), make_validation_loader(case, place)
+    validation = [make_validation_loader(case, place) for _ in range(case.val_loaders)]
+    loaders = make_loader(case, place), validation if case.val_loaders > 1 else validation[0]
     if case.lr_find and resumed is None:
         seen.progress["lr_find"] = _find_rate(trainer, task, loaders)
         seen.rows.clear()
         events.clear()
+    if case.validates_first:
+        trainer.validate(task, loaders[1], verbose=False)
     trainer.fit(task, *loaders, ckpt_path=resumed, weights_only=False)
+    if until is not None or case.fits == "once":
+        return trainer, task
+    if case.fits == "anew":
+        trainer = _make_trainer(case, seen, folder, make(), devices)
+    else:
+        trainer.fit_loop.max_epochs += case.epochs  # type: ignore[operator]
+    trainer.fit(task, *loaders)
     return trainer, task
+
+
+def _make_trainer(
+    case: Case,
+    seen: Observation,
+    folder: str,
+    strategy: Strategy | str,
+    devices: int,
+    until: int | None = None,
+) -> L.Trainer:
+    watch = recording(L.Callback, CALLBACK_HOOKS, "callback", seen.events)()
+    first = [CatchUp(strategy)] if isinstance(strategy, OracleStrategy) else []
+    half = [MixedPrecision()] if case.precision == "half" else []
+    clip = case.clip if case.clip is not None and case.clip[0] != "by_hand" else None
+    limits = [limit for limit in (case.max_steps, until) if limit is not None]
+    arguments: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": devices,
+        "strategy": strategy,
+        "precision": "32-true" if case.precision in ("double", "half") else case.precision,
+        "logger": MemoryLogger(seen.rows),
+        "callbacks": [*first, *half, *make_callbacks(case.callbacks, folder), watch],
+        "enable_checkpointing": any(name in WRITING for name in case.callbacks),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": case.sanity_steps,
+        "default_root_dir": folder,
+        "max_epochs": case.epochs,
+        "max_steps": min(limits) if limits else -1,
+        "check_val_every_n_epoch": case.check_val_every_n_epoch,
+        "reload_dataloaders_every_n_epochs": case.reload_every_n_epochs,
+        "accumulate_grad_batches": case.accumulate,
+        "gradient_clip_val": None if clip is None else clip[1],
+        "gradient_clip_algorithm": None if clip is None else clip[0],
+        "val_check_interval": case.val_check_interval,
+        "limit_train_batches": case.limit_train_batches,
+        "limit_val_batches": case.limit_val_batches,
+        "log_every_n_steps": case.log_every_n_steps,
+    }
+    for name in case.options:
+        arguments |= TRAINER_OPTIONS[name]
+    return L.Trainer(**arguments)
 
 
 def _evaluate(case: Case, seen: Observation, trainer: L.Trainer, task: Task) -> None:

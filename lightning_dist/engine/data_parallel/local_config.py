@@ -72,6 +72,11 @@ class LocalConfig:
         return self.sync_every > 1 or self.outer is not None
 
     @property
+    def averages_gradients(self) -> bool:
+        """Whether replicas average the gradients of some steps."""
+        return self.sync_warmup_steps > 0 or not self.averages_weights
+
+    @property
     def streams(self) -> bool:
         """Whether anything differs from an average of all weights at once."""
         return (self.fragments, self.delay, self.alpha, self.wire) != (1, 0, 0.0, "fp32")

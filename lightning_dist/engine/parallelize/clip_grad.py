@@ -129,9 +129,14 @@ def _total_norm(
 
 
 def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:
-    own = get_total_norm([local_part(g) for g in gradients]).double().square()
+    own = get_total_norm([_elements(g) for g in gradients]).double().square()
     first = gradients[0]
     if not isinstance(first, DTensor):
         return own
     placements = [Replicate() if p.is_replicate() else Partial() for p in first.placements]
     return DTensor.from_local(own, first.device_mesh, placements, run_check=False).full_tensor()
+
+
+def _elements(gradient: Tensor) -> Tensor:
+    """Returns this rank's elements, of a sparse gradient those that are not zero."""
+    return gradient.coalesce().values() if gradient.is_sparse else local_part(gradient)

@@ -281,19 +281,40 @@ class LossWeights:
         """
         self._collected += self._by_update.pop(update, {}).values()
 
+    @contextmanager
+    def as_mean(self, parameter: nn.Parameter, gradient: Tensor) -> Iterator[None]:
+        """Wraps hooks, which see the mean over the collected weights in place of the sum.
+
+        Args:
+            parameter: The hooks' parameter; its ``grad`` is a sum before and after.
+            gradient: What will be added to its ``grad``; divided in place.
+        """
+        total = self._own_sum()
+        if not total:
+            yield
+            return
+        for summed in (gradient, parameter.grad):
+            if summed is not None:
+                summed.div_(total)
+        yield
+        if parameter.grad is not None:
+            parameter.grad.mul_(total)
+
     def divide(self, gradients: Iterable[Tensor]) -> None:
         """Divides complete gradients by the sum of the weights, and begins to collect anew.
 
         Args:
             gradients: Gradients of the weighted sum, changed in place; zero if all weights are.
         """
-        # An exact sum, so that it does not depend on the order in which the weights came.
-        own = math.fsum(self._collected) if self._is_given else None
-        self._collected = []
+        own, self._collected = self._own_sum(), []
         total = self._average(own)
         if total:
             for gradient in gradients:
                 gradient.div_(total)
+
+    def _own_sum(self) -> float | None:
+        # An exact sum, so that it does not depend on the order in which the weights came.
+        return math.fsum(self._collected) if self._is_given else None
 
     def clear(self) -> None:
         """Forgets all weights, after a failure."""

@@ -288,9 +288,10 @@ class Pipeline:
                     parameter.grad.add_(gradient)
                 else:
                     parameter.grad = gradient
-        for parameter, gradient in hooked.items():
-            add_with_hooks(parameter, gradient)
         self._loss_weights.collect(update)
+        for parameter, gradient in hooked.items():
+            with self._loss_weights.as_mean(parameter, gradient):
+                add_with_hooks(parameter, gradient)
         if is_complete and not completes_early:
             # A dict, for stages of one rank may share a parameter.
             own = {id(p): p.grad for s in self.stages.values() for p in s.layers.parameters()}

@@ -34,6 +34,7 @@ def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> No
         (f"{name}.{attribute}".lstrip("."), tensor)
         for name, part in layers.named_modules()
         for attribute, value in (*part.named_buffers(recurse=False), *vars(part).items())
+        if attribute != "_parameters"  # for a step these may be casts, which have a graph
         for tensor in _tensors_in(value)
         if tensor.grad_fn is not None
     ]

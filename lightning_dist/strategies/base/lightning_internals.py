@@ -359,6 +359,11 @@ def set_callbacks(trainer: pl.Trainer, callbacks: list[pl.Callback]) -> None:
     setattr(trainer, "callbacks", callbacks)  # noqa: B010
 
 
+def detects_anomalies(trainer: pl.Trainer) -> bool:
+    """Returns the trainer's ``detect_anomaly``, from ``_detect_anomaly``; there is no other."""
+    return bool(trainer._detect_anomaly)
+
+
 def profiler_of(trainer: pl.Trainer) -> Profiler:
     """Returns the profiler that the loop reports to."""
     profiler: Profiler = getattr(trainer, "profiler")  # noqa: B009

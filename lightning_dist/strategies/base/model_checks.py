@@ -16,10 +16,11 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch import Tensor
-from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
+from torch import Tensor, nn
+from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, Rprop
 
 from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.data_parallel.missing_gradients import some_names
 from lightning_dist.engine.stashing.learning_rates import group_values
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
@@ -51,6 +52,27 @@ def check_finetuning(trainer: pl.Trainer) -> None:
         )
 
 
+def check_dense_gradients(module: nn.Module, receiver: str) -> None:
+    """Checks that no trainable embedding has sparse gradients.
+
+    Args:
+        module: The user's module.
+        receiver: What takes dense gradients only, in the plural.
+    """
+    sparse = [
+        name
+        for name, part in module.named_modules()
+        if getattr(part, "sparse", False) is True
+        and any(p.requires_grad for p in part.parameters(recurse=False))
+    ]
+    if sparse:
+        raise ValueError(
+            f"The gradients of {some_names(sparse)} are sparse, and {receiver} take dense ones."
+            " Pass sparse=False (with AdamW in place of SparseAdam), or use DDPStrategy without"
+            " compression."
+        )
+
+
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Checks that no optimizer treats all parameters as one vector."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
@@ -78,8 +100,6 @@ def _find_unshardable(optimizers: Sequence[Optimizer]) -> str:
             reason = "estimates by the rows and columns of whole matrices"
         elif isinstance(optimizer, Rprop) and sharded:
             reason = "writes where a mask says so, which torch cannot do in shards"
-        elif isinstance(optimizer, SparseAdam) and sharded:
-            reason = "takes sparse gradients, which torch cannot shard"
         elif isinstance(optimizer, Adagrad) and any(group["fused"] for group in sharded):
             reason = "has groups of shards with `fused=True`, for which torch has no kernel"
         if reason:

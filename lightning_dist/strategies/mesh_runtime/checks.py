@@ -274,3 +274,13 @@ def check_precision(precision: str, tp_size: int) -> None:
             f"precision='16-mixed' with tp_size={tp_size}: each rank's loss scaler looks at its own"
             " part of the gradients, and ranks would skip different steps. Use 'bf16-mixed'."
         )
+
+
+def check_anomaly(is_asked: bool, tp_size: int) -> None:
+    """Checks that no gradient of a tensor-parallel layer is searched for nan by autograd."""
+    if is_asked:
+        raise ValueError(
+            f"detect_anomaly=True with tp_size={tp_size}: autograd would ask each gradient whether"
+            " it is nan, which a DTensor cannot answer. Look for it in `on_after_backward`, or"
+            " train a few steps without tensor parallelism."
+        )

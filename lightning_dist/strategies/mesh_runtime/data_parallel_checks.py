@@ -25,7 +25,7 @@ from lightning_dist.engine.data_parallel.ddp_options import Compression
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
 from lightning_dist.engine.tensors.dtensor import is_dtensor
-from lightning_dist.strategies.base.model_checks import check_optimizers
+from lightning_dist.strategies.base.model_checks import check_dense_gradients, check_optimizers
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 
 
@@ -55,7 +55,7 @@ def check_arguments(
 
 def check_local(local: LocalConfig, compression: str) -> None:
     """Checks that there are gradients to compress."""
-    if local.averages_weights and local.sync_warmup_steps == 0 and compression != "none":
+    if compression != "none" and not local.averages_gradients:
         raise ValueError(
             f"compression={compression!r} has nothing to compress with"
             f" sync_every={local.sync_every}, outer={local.outer} and sync_warmup_steps=0: no"
@@ -65,6 +65,8 @@ def check_local(local: LocalConfig, compression: str) -> None:
 
 def check_compressible(module: nn.Module, compression: str) -> None:
     """Checks that each gradient can be compressed."""
+    if compression != "none":
+        check_dense_gradients(module, "compressed messages")
     without = [n for n, p in module.named_parameters() if p.ndim == 0 or p.numel() == 0]
     if compression == "powersgd" and without:
         raise ValueError(
@@ -192,12 +194,7 @@ def check_served_module(module: pl.LightningModule) -> None:
             "automatic_optimization=False does not go with ParameterServerStrategy: servers step,"
             " once for each batch of a worker. Use automatic optimization, or DDPStrategy."
         )
-    sparse = [n for n, part in module.named_modules() if getattr(part, "sparse", False) is True]
-    if sparse:
-        raise ValueError(
-            f"{some_names(sparse)} has sparse gradients, and servers take dense ones. Pass"
-            " sparse=False."
-        )
+    check_dense_gradients(module, "servers")
 
 
 def check_own_steps(module: nn.Module, *, has_layer_sync: bool) -> None:

@@ -42,6 +42,7 @@ from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import first_ranks_numbers
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
+from lightning_dist.strategies.base.model_checks import check_dense_gradients
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import checks, data_parallel_checks
@@ -229,6 +230,8 @@ class ShardedPlacement(LocalReplicas):
         # FSDP2 wraps replicas of tensor-parallel layers too, as one shard each.
         if axis(self.mesh_of_ranks, *self.gradient_axes) is not None:
             checks.check_hooks(self.module)
+            if self.is_fitting:
+                check_dense_gradients(self.module, "FSDP2's units")
 
     @override
     def model_to_device(self) -> None:
@@ -262,7 +265,7 @@ class ShardedPlacement(LocalReplicas):
         if self.replicates(self.mesh):
             return StagedModule(composed, None, config, statistics)
         # Replicas that never average a gradient need not run the same units.
-        meets = self._local_config.sync_warmup_steps or not self._local_config.averages_weights
+        meets = self._local_config.averages_gradients
         training_group = self.stage_group if meets else self.group("dp_shard", "tp")
         units = UnitAgreement(
             self.module,

@@ -21,12 +21,14 @@ from lightning_dist.engine.data_parallel.missing_gradients import check_gradient
 from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
 from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
+from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.loaders.lengths import check_evaluation_lengths
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.model_checks import (
     check_callbacks,
+    check_dense_gradients,
     check_finetuning,
     check_optimizers,
     check_sharded_optimizers,
@@ -59,8 +61,12 @@ class ShardedStrategy(ShardedPlacement):
         check_callbacks(trainer)
         if self.mesh.tp > 1:
             check_finetuning(trainer)
+            checks.check_anomaly(lightning_internals.detects_anomalies(trainer), self.mesh.tp)
         if self.mesh.pp > 1:
             check_trainer(trainer, self.module, self._pipeline_config, self.mesh.pp)
+        averages = self._averages_gradients and self._local_config.averages_gradients
+        if averages and self.mesh.data_size > 1:
+            check_dense_gradients(self.module, "averages of replicas")
 
     @override
     def connect_loops(self, trainer: pl.Trainer) -> None:
@@ -198,7 +204,7 @@ class ShardedStrategy(ShardedPlacement):
             )
         without = self.sharded.without_gradient()
         is_usual = self._shard_config.find_unused_parameters or self.sharded.is_manual
-        if is_usual or self.world_size == 1:
+        if is_usual or self.mesh.data_size == 1:  # ranks that share data use the same
             self.sharded.forget_gradients(without)
         else:
             check_gradients(without)

@@ -55,6 +55,9 @@ class StopFirstRank(L.Callback):
     def __init__(self) -> None:
         self._batches: int | None = None
 
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._batches = None
+
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         is_due = trainer.global_step >= STOPPING_STEP
         if trainer.world_size > 1:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 FEATURES = 6
 CLASSES = 3
@@ -45,6 +47,63 @@ class Convolution(nn.Module):
         return x + torch.tanh(self.conv(self.norm(x).unsqueeze(1)).squeeze(1))
 
 
+class Experts(nn.Module):
+    """A linear layer for each sample, and one for the few that have a large first feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.rare = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + torch.tanh(self.linear(x))
+        is_rare = x[:, 0] > 1.0
+        if is_rare.any():
+            y = y.index_add(0, is_rare.nonzero()[:, 0], self.rare(x[is_rare]).to(y.dtype))
+        return y
+
+
+class Recomputed(Block):
+    """A block that keeps no activations of its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+class InPlace(nn.Module):
+    """Writes into its input, once it is behind a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.elu(x, inplace=True) + self.linear(x).mul_(0.5)
+
+
+class Masked(nn.Module):
+    """Passes a mask, numbers and the model's input on to each layer, beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, given: Any) -> dict[str, Any]:
+        if isinstance(given, Tensor):
+            given = {"x": given, "first": given, "mask": given > 0.0, "more": (None, 0.5)}
+        x, (_, scale) = given["x"], given["more"]
+        y = torch.tanh(self.linear(x)).masked_fill(given["mask"], 0.0) + scale * given["first"]
+        return {**given, "x": x + y}
+
+
+class MaskedHead(nn.Linear):
+    """Gives logits of what the masked layers computed."""
+
+    def forward(self, given: Any) -> Tensor:
+        return super().forward(given["x"])
+
+
 class Head(nn.Module):
     """Gives logits, and has a scale that the step uses."""
 
@@ -72,9 +131,9 @@ class TwoHeads(nn.Module):
 class Pool(nn.Module):
     """Embeds tokens and averages them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(TOKENS, FEATURES)
+        self.embedding = nn.Embedding(TOKENS, FEATURES, sparse=sparse)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.embedding(tokens).mean(1)
@@ -121,6 +180,48 @@ def _two() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(5)), TwoHeads())
 
 
+def _experts() -> nn.Sequential:
+    layers = [Block(), Experts(), Block(), Block(), Experts()]
+    return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
+
+
+def _repeated() -> nn.Sequential:
+    """Runs one block three times."""
+    again = Block(_layer_norm)
+    return nn.Sequential(again, Block(), again, Block(), again, nn.Linear(FEATURES, CLASSES))
+
+
+def _in_place() -> nn.Sequential:
+    layers = [Block(), InPlace(), InPlace(), Block(), InPlace()]
+    return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
+
+
+def _masked() -> nn.Sequential:
+    return nn.Sequential(*(Masked() for _ in range(5)), MaskedHead(FEATURES, CLASSES))
+
+
+def _recomputed() -> nn.Sequential:
+    return nn.Sequential(*(Recomputed(_layer_norm) for _ in range(5)), nn.Linear(FEATURES, CLASSES))
+
+
+def _compiled() -> nn.Sequential:
+    model = _norms()
+    for layer in model[:5]:
+        layer.compile(backend="aot_eager")
+    return model
+
+
+def _weight_norm() -> nn.Sequential:
+    model = _mlp()
+    for index in (0, 2, 4):
+        weight_norm(model[index].linear)  # type: ignore[arg-type]
+    return model
+
+
+def _sparse() -> nn.Sequential:
+    return nn.Sequential(Pool(sparse=True), *(Block() for _ in range(4)), TiedHead())
+
+
 def _frozen() -> nn.Sequential:
     model = _norms()
     model[0].requires_grad_(False)
@@ -165,8 +266,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Loss]] = {
     "frozen": (_frozen, _classify),
     "tokens": (_tokens, _classify),
     "tied": (_tied, _classify),
+    "experts": (_experts, _classify),
+    "repeated": (_repeated, _classify),
+    "in_place": (_in_place, _classify),
+    "masked": (_masked, _classify),
+    "recomputed": (_recomputed, _classify),
+    "compiled": (_compiled, _classify),
+    "weight_norm": (_weight_norm, _classify),
+    "sparse": (_sparse, _classify),
 }
-OF_TOKENS = ("tokens", "tied")
+OF_TOKENS = ("tokens", "tied", "sparse")
+OF_SHARED_PARAMETERS = ("tied", "repeated")
+OF_UNUSED_PARAMETERS = ("experts",)
+"""Models whose steps may leave parameters out."""
 
 
 def logits_of(output: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics.classification import MulticlassAccuracy
@@ -17,6 +18,7 @@ from tests.differential.dials.data import inputs_and_targets
 from tests.differential.dials.models import (
     CLASSES,
     MODELS,
+    OF_SHARED_PARAMETERS,
     OF_TOKENS,
     PARAMETER_HOOKS,
     TOKENS,
@@ -37,7 +39,6 @@ OF_PIECES = ("size_one",)
 """Logs whose size is that of a sample: where each micro-batch has one, it may be their number."""
 OF_STAGES = ("norms", "by_parameter")
 """Logs of what each stage has a part of."""
-OF_SHARED_PARAMETERS = ("tied",)
 LOGS = (
     "loss",
     "step_only",
@@ -71,8 +72,10 @@ class Task(L.LightningModule):
         for name in case.parameter_hooks:
             PARAMETER_HOOKS[name](self.model)
         self.case = case
+        self.automatic_optimization = not case.is_manual
         self.lr: float | None = None
         num_classes = TOKENS if case.model in OF_TOKENS else CLASSES
+        self.register_buffer("class_weights", torch.linspace(0.5, 2.0, num_classes), False)
         self.accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.val_accuracy = MulticlassAccuracy(num_classes, average="macro")
         self.outputs: list[float] = []
@@ -99,11 +102,30 @@ class Task(L.LightningModule):
         if self._logs("before"):
             self._log("before", x.double().mean(), on_step=True, on_epoch=True)
         output = self.model(x)
+        if self.case.returns == "weight":
+            loss = F.cross_entropy(logits_of(output), y, self.class_weights)
+            return {"loss": loss, "weight": self.class_weights[y].sum()}
         loss = self.loss_of(self.model, output, y)
         self._log_step(loss, logits_of(output), y)
+        if self.case.is_manual:
+            self._step_by_hand(loss, batch_idx)
         if self.case.returns == "dict":
             return {"loss": loss, "twice": 2 * loss.detach()}
         return loss
+
+    def _step_by_hand(self, loss: Tensor, batch_idx: int) -> None:
+        """Steps the first optimizer for each batch, and a second one for every two."""
+        optimizers: Any = self.optimizers()
+        self.manual_backward(loss)
+        for optimizer in optimizers if self.case.stepping == "two_manual" else [optimizers]:
+            if optimizer is optimizers or optimizer is optimizers[0] or batch_idx % 2 == 1:
+                self.clip_gradients(optimizer, *self._clip_by_hand())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def _clip_by_hand(self) -> tuple[float | None, str | None]:
+        is_by_hand = self.case.clip is not None and self.case.clip[0] == "by_hand"
+        return (self.case.clip[1], "value") if is_by_hand else (None, None)  # type: ignore[index]
 
     def _log_step(self, loss: Tensor, logits: Tensor, y: Tensor) -> None:
         mean = logits.detach().mean()
@@ -135,10 +157,12 @@ class Task(L.LightningModule):
         if self._logs("callable"):
             self._log("highest", mean, reduce_fx=torch.max, **each)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         x, y = inputs_and_targets(batch)
         output = self.model(x)
         self._log("val_loss", self.loss_of(self.model, output, y))
+        if dataloader_idx > 0:  # a metric is that of one loader
+            return
         self.val_accuracy(logits_of(output), y)
         self.log("val_accuracy", self.val_accuracy)
 
@@ -183,8 +207,15 @@ class Task(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         if self.case.clip is not None and self.case.clip[0] == "by_hand":
-            gradient_clip_val, gradient_clip_algorithm = self.case.clip[1], "value"
+            gradient_clip_val, gradient_clip_algorithm = self._clip_by_hand()
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if self.case.stepping == "own_step":
+            optimizer: Any = self.optimizers()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * min(1.0, (self.trainer.global_step + 1) / 4)
+        super().optimizer_step(*args, **kwargs)
 
     def configure_optimizers(self) -> Any:
         return configure(self.model, self.case, self.lr)

@@ -111,7 +111,7 @@ SCHEDULERS = (
 )
 
 
-def configure(model: nn.Module, case: Case, lr: float | None) -> dict[str, Any]:
+def configure(model: nn.Module, case: Case, lr: float | None) -> Any:
     """Builds what ``configure_optimizers`` returns.
 
     Args:
@@ -120,6 +120,9 @@ def configure(model: nn.Module, case: Case, lr: float | None) -> dict[str, Any]:
         lr: A rate that was found; None keeps the optimizer's own.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if case.stepping == "two_manual":
+        halves = parameters[::2], parameters[1::2]
+        return [OPTIMIZERS[case.optimizer](model, half) for half in halves]
     optimizer = OPTIMIZERS[case.optimizer](model, parameters)
     if lr is not None:
         for group in optimizer.param_groups:

@@ -21,10 +21,17 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from tests.differential.dials.models import OF_UNUSED_PARAMETERS
 
 PLAN = {"model.*.linear": "colwise_gather"}
+FINDS_UNUSED: dict[object, dict[str, object]] = {
+    DDPStrategy: {"find_unused_parameters": True},
+    FSDPStrategy: {"find_unused_parameters": True},
+    MeshStrategy: {"shard": ShardConfig(find_unused_parameters=True)},
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,12 @@ class Entry:
     def batches_to_stop(self) -> int:
         """Batches from where one rank wants to stop to where all do."""
         return self.devices if self.versions is not None else 1
+
+    def strategy_for(self, model: str) -> Strategy:
+        """Builds the strategy, which is told if steps of a model may leave parameters out."""
+        kind = getattr(self.make, "func", None)
+        options = FINDS_UNUSED.get(kind, {}) if model in OF_UNUSED_PARAMETERS else {}
+        return partial(self.make, **options)()
 
 
 def _pipeline(

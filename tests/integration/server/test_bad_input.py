@@ -64,7 +64,7 @@ class Endless(IterableDataset[Any]):
 
 CASES: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any], str]] = {
     "manual": (Manual, {}, {}, "automatic_optimization=False does not go"),
-    "sparse": (Sparse, {}, {}, r"'table'\] has sparse gradients"),
+    "sparse": (Sparse, {}, {}, r"gradients of \['table'\] are sparse, and servers"),
     "LBFGS": (Whole, {}, {}, "LBFGS lays all parameters out as one vector"),
     "few": (Few, {"num_servers": 2}, {}, "num_servers=2 are more than the optimizer's 1 param"),
     "estimate": (Estimating, {"num_servers": 2}, {}, "Estimate keeps one estimate.*num_servers=1"),

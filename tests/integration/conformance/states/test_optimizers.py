@@ -204,7 +204,7 @@ REFUSED = {
     **{("Adafactor", layout): "Adafactor estimates" for layout in SHARDED},
     **{("Adagrad, fused", layout): "Adagrad has groups of" for layout in SHARDED},
     **{("Rprop", layout): "Rprop writes where" for layout in SHARDED},
-    **{("SparseAdam", layout): "SparseAdam takes sparse" for layout in WITH_SHARDS},
+    **{("SparseAdam", layout): "The gradients of ['model.1.table'" for layout in WITH_SHARDS},
 }
 
 

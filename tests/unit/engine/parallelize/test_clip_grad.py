@@ -43,3 +43,12 @@ def test_without_a_group_the_norm_is_where_the_gradients_are() -> None:
     parameter.grad = torch.zeros_like(parameter)
     assert clip_grad_norm_([parameter], 1.0).device == META
     assert clip_grad_norm_([], 1.0).device == torch.device("cpu")
+
+
+def test_a_sparse_gradient_counts_by_its_elements(sent: list[Tensor]) -> None:
+    table = nn.Embedding(5, 2, sparse=True).double()
+    table(torch.tensor([1, 1, 3])).square().sum().backward()
+    assert table.weight.grad is not None
+    norms = AsyncGradNorm(DeviceGroup(dist.ProcessGroup(0, 1), torch.device("cpu")))
+    norms.post(0, [table.weight.grad])
+    torch.testing.assert_close(norms.of(0), table.weight.grad.to_dense().norm())

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_dist.engine.pipeline.side_losses import check_no_side_losses
 from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.block_parity import largest_difference
 
@@ -62,3 +63,10 @@ def test_a_loss_of_a_layer_is_refused_where_the_step_could_not_add_it(
 def test_what_is_there_to_be_looked_at_may_stay() -> None:
     # The map is on the way to the output, the sum is without gradients.
     assert difference(lambda total: total.item(), "1f1b", plain_loss) < 1e-13
+
+
+def test_casts_of_parameters_are_no_losses() -> None:
+    """A step in half precision may leave some of them unused."""
+    layer = nn.Linear(4, 4)
+    layer._parameters["bias"] = layer.bias.to(torch.bfloat16)  # type: ignore[assignment]
+    check_no_side_losses(layer, 0, F.linear(torch.ones(2, 4), layer.weight))

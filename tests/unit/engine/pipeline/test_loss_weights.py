@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,6 +89,47 @@ def test_the_gradient_is_the_undivided_batch_s(schedule: str, accumulate: int) -
     joined = [whole(batches[i : i + accumulate]) for i in range(0, len(batches), accumulate)]
     optimizer = sgd(expected.parameters())
     train_late(expected, optimizer, joined, loss_of, (), staleness=lambda _: int(is_late))
+    found = {name: value for state in ranks for name, value in state.items()}
+    for name, value in expected.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-12)
+
+
+def halve(parameter: nn.Parameter) -> None:
+    parameter.register_hook(lambda gradient: gradient * 0.5)
+
+
+def clamp(parameter: nn.Parameter) -> None:
+    def divide(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.div_(1.0 + 50.0 * parameter.grad.abs().max())
+
+    parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    parameter.register_post_accumulate_grad_hook(divide)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "hook", "accumulate"),
+    [("1f1b", clamp, 1), ("zbv", clamp, 1), ("1f1b", halve, 2)],
+)
+def test_hooks_see_the_weighted_mean(
+    schedule: str, hook: Callable[[nn.Parameter], None], accumulate: int
+) -> None:
+    def make_hooked() -> nn.Sequential:
+        model = make()
+        for parameter in model.parameters():
+            hook(parameter)
+        return model
+
+    batches = make_batches()
+    shapes = shapes_of(schedule, 3, SCHEDULES[schedule])
+    ranks = run_ranks(make_hooked, shapes, train_with(sgd, batches, weighed, accumulate))
+    expected = make_hooked()
+    optimizer = sgd(expected.parameters())
+    for first in range(0, len(batches), accumulate):
+        tokens, targets = whole(batches[first : first + accumulate])
+        loss_of(expected(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     found = {name: value for state in ranks for name, value in state.items()}
     for name, value in expected.named_parameters():
         torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-12)

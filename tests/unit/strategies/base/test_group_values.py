@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_dist.strategies.base.model_checks import check_group_values
+from lightning_dist.strategies.base.model_checks import check_dense_gradients, check_group_values
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +39,10 @@ def test_other_values_are_refused_by_name(gather: list[object]) -> None:
     gather.append([("SGD", [{"lr": 0.1, "d": 2.5}, {}])])
     with pytest.raises(ValueError, match=r"group 0 .*'d' \(2.0 on rank 0, 2.5 on rank 1\)"):
         check_group_values([sgd(d=2.0)], None)  # type: ignore[arg-type]
+
+
+def test_only_what_is_trained_must_have_dense_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Embedding(3, 2))
+    with pytest.raises(ValueError, match=r"of \['0'\] are sparse, and servers take dense"):
+        check_dense_gradients(model, "servers")
+    check_dense_gradients(model.requires_grad_(False), "servers")

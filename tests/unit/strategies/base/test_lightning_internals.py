@@ -249,6 +249,18 @@ def test_callbacks_and_rank_are_where_lightning_looks() -> None:
         rank_zero_only.rank = before
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_anomaly_detection_is_where_lightning_looks(asked: bool) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        detect_anomaly=asked,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    assert lightning_internals.detects_anomalies(trainer) == asked
+
+
 def test_links_to_checkpoints_can_be_made_elsewhere(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, save_last="link")
     trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[save])

@@ -11,7 +11,7 @@ import torch
 import lightning_dist
 from lightning_dist.engine.comms.failures.peer_failure import Failure, RankFailedError
 from lightning_dist.engine.tensors.rng import seeded
-from lightning_dist.strategies.mesh_runtime.checks import check_precision
+from lightning_dist.strategies.mesh_runtime.checks import check_anomaly, check_precision
 
 
 def test_the_strategies_have_names() -> None:
@@ -80,3 +80,6 @@ def test_tensor_parallel_ranks_have_one_scale() -> None:
     check_precision("bf16-mixed", 2)
     with pytest.raises(ValueError, match=r"'16-mixed' with tp_size=2.*'bf16-mixed'"):
         check_precision("16-mixed", 2)
+    check_anomaly(is_asked=False, tp_size=2)
+    with pytest.raises(ValueError, match="detect_anomaly=True with tp_size=2"):
+        check_anomaly(is_asked=True, tp_size=2)
