@@ -24,6 +24,8 @@ class Case:
     Attributes:
         strategy: Key of ``dials.strategies.STRATEGIES``.
         model: Key of ``dials.models.MODELS``.
+        built_late: Whether ``configure_model`` builds it.
+        saves_part: Whether the module leaves its first layer out of checkpoints.
         optimizer: Key of ``dials.optimizers.OPTIMIZERS``.
         scheduler: Key of ``dials.optimizers.SCHEDULERS``.
         precision: ``"double"`` is a float64 module under Lightning's default, ``"half"`` one under
@@ -55,6 +57,7 @@ class Case:
         reload_every_n_epochs: ``reload_dataloaders_every_n_epochs`` of ``Trainer``.
         max_steps: As for ``Trainer``; None sets no limit.
         resume_at: Steps after which the run is saved, ended, and resumed by another.
+        goes_on: Whether the run that is resumed goes on after it is saved, instead of ending.
         begun_by_one_device: Whether the run that is resumed is one device's.
         evaluates: Whether the module is tested behind the fit, and predicts.
         lr_find: Whether the learning rate finder runs before.
@@ -63,6 +66,8 @@ class Case:
 
     strategy: str = "1f1b"
     model: str = "mlp"
+    built_late: bool = False
+    saves_part: bool = False
     optimizer: str = "sgd"
     scheduler: str | None = None
     precision: Literal["double", "64-true", "32-true", "bf16-mixed", "half"] = "double"
@@ -87,10 +92,11 @@ class Case:
     options: tuple[str, ...] = ()
     fits: Literal["once", "again", "anew"] = "once"
     validates_first: bool = False
-    check_val_every_n_epoch: int = 1
+    check_val_every_n_epoch: int | None = 1
     reload_every_n_epochs: int = 0
     max_steps: int | None = None
     resume_at: int | None = None
+    goes_on: bool = False
     begun_by_one_device: bool = False
     evaluates: bool = False
     lr_find: bool = False

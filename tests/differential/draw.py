@@ -110,7 +110,10 @@ def _some(names: list[str], most: int) -> st.SearchStrategy[tuple[str, ...]]:
     return st.lists(st.sampled_from(names), max_size=most, unique=True).map(tuple)
 
 
-def _options(entry: Entry) -> list[str]:
+def _options(entry: Entry, callbacks: tuple[str, ...]) -> list[str]:
+    # A rank that stops alone is heard some batches later, and must be allowed to by then.
+    if "stop_first_rank" in callbacks:
+        return ["anomaly", "no_inference_mode"]
     # Lightning replaces samplers of its own choice then, and all replicas would read the same.
     left_out = {"overfit"} if entry.replicas > 1 else set()
     return [name for name in TRAINER_OPTIONS if name not in left_out]
@@ -123,9 +126,12 @@ def _steppings(name: str, entry: Entry, callbacks: tuple[str, ...]) -> list[str]
     return ["automatic"] * 4 + ["own_step", *by_hand]
 
 
-def _returns(entry: Entry, model: str, stepping: str, accumulate: int) -> list[str]:
+def _returns(
+    entry: Entry, model: str, stepping: str, accumulate: int, callbacks: tuple[str, ...]
+) -> list[str]:
     # One device gives accumulated batches equal weights.
     weighs = entry.is_pipeline and stepping == "automatic" and accumulate == 1
+    weighs = weighs and "accumulate_later" not in callbacks
     of_one_loss = model not in ("scale", "penalty", "two_outputs")
     return ["loss", "dict", *(["weight"] if weighs and of_one_loss else [])]
 
@@ -169,6 +175,9 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
     val_check_interval = draw(st.none() | st.integers(1, num_batches))
     if needs_validation and val_check_interval is not None:
         val_check_interval = draw(st.sampled_from((None, num_batches)))
+    check_val_every_n_epoch = 1 if needs_validation else draw(st.sampled_from((1, 1, 2)))
+    if val_check_interval is not None and not needs_validation:
+        check_val_every_n_epoch = draw(st.sampled_from((None, check_val_every_n_epoch)))
     # One device that resumes under 64-true rounds the weights to 32 bits before it converts itself.
     ends_early = st.none() if precision == "64-true" else st.none() | st.integers(1, 12)
     resume_at = draw(ends_early)
@@ -176,10 +185,10 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
     if is_manual and clip is not None and clip[0] != "by_hand":
         clip = None
     scheduler = scheduler if stepping == "automatic" else None
-    options = draw(_some(_options(entry), 2))
+    options = draw(_some(_options(entry, callbacks), 2))
     if "accumulate_later" in callbacks:
         accumulate = 1
-    returns = draw(st.sampled_from(_returns(entry, model, stepping, accumulate)))
+    returns = draw(st.sampled_from(_returns(entry, model, stepping, accumulate, callbacks)))
     if returns == "weight":
         logs = set()
         callbacks = tuple(c for c in callbacks if c not in OF_LOGGED_LOSS)
@@ -187,6 +196,8 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
     return Case(
         strategy=name,
         model=model,
+        built_late=draw(st.sampled_from((False, False, True))),
+        saves_part=draw(st.sampled_from((False, False, False, True))),
         optimizer=optimizer,
         scheduler=scheduler,
         precision=precision,  # type: ignore[arg-type]
@@ -211,10 +222,11 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         options=options,
         fits=draw(st.sampled_from(("once", "once", "once", "again", "anew"))),  # type: ignore[arg-type]
         validates_first=draw(st.sampled_from((False, False, True))),
-        check_val_every_n_epoch=1 if needs_validation else draw(st.sampled_from((1, 1, 2))),
+        check_val_every_n_epoch=check_val_every_n_epoch,
         reload_every_n_epochs=draw(st.sampled_from((0, 0, 0, 1))),
         max_steps=draw(st.none() | st.integers(1, 12)),
         resume_at=resume_at,
+        goes_on=resume_at is not None and draw(st.booleans()),
         begun_by_one_device=resume_at is not None and draw(st.booleans()),
         evaluates=draw(st.booleans()),
         # Of replicas, each rank's finder sees its own losses.

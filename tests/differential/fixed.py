@@ -113,6 +113,22 @@ FIXED: dict[str, Fixed] = {
     "a second Trainer, two validation loaders": Fixed(
         Case("1f1b", fits="anew", val_loaders=2, validates_first=True, options=("min_epochs",))
     ),
+    # --- what users put on parameters ------------------------------------------------------------
+    "tags of parameters, built late, shards, a second Trainer": Fixed(
+        Case("fsdp", built_late=True, optimizer="two_groups", fits="anew")
+    ),
+    "tags of parameters, sharded layers, a second fit": Fixed(
+        Case("tp", optimizer="two_groups", fits="again")
+    ),
+    "tags of parameters, sharded stages": Fixed(
+        Case("mesh", optimizer="two_groups", resume_at=2, goes_on=True)
+    ),
+    "tags of parameters, replicas of stages": Fixed(
+        Case("replicas_of_stages", built_late=True, optimizer="two_groups")
+    ),
+    "hooks of parameters, built late, replicas": Fixed(
+        Case("replicas", built_late=True, parameter_hooks=("mask",))
+    ),
     # --- the learning rate finder ----------------------------------------------------------------
     "rate finder, pipedream": Fixed(Case("pipedream", lr_find=True)),
     "rate finder, 2bw": Fixed(Case("2bw", lr_find=True, scheduler="exponential_step")),
@@ -247,6 +263,12 @@ FIXED: dict[str, Fixed] = {
             epochs=2,
             limit_val_batches=0,
         )
+    ),
+    "a block that three stages share, frozen at first": Fixed(
+        Case("interleaved", model="repeated", callbacks=("unfreeze",), epochs=2)
+    ),
+    "a block that stages share, frozen at first, 2bw": Fixed(
+        Case("2bw", model="repeated", callbacks=("unfreeze",), epochs=2)
     ),
     "stages, running statistics": Fixed(
         Case("gpipe_whole", model="batch_norms", precision="64-true", callbacks=("linked_last",))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_dist.callbacks import MixedPrecision
 from tests.differential.case import Case
-from tests.differential.dials.callbacks import WRITING, make_callbacks
+from tests.differential.dials.callbacks import WRITING, SaveAtStep, make_callbacks
 from tests.differential.dials.data import Place, make_loader, make_validation_loader
 from tests.differential.dials.module import Task, make_task
 from tests.differential.dials.strategies import STRATEGIES
@@ -112,7 +112,8 @@ def begin_on_one_device(case: Case, folder: str) -> None:
 
 def _begin(case: Case, folder: str, make: Any, devices: int) -> None:
     trainer, _ = _fit(case, Observation(), folder, make, devices, until=case.resume_at)
-    trainer.save_checkpoint(os.path.join(folder, HANDOVER))
+    if not case.goes_on:
+        trainer.save_checkpoint(os.path.join(folder, HANDOVER))
 
 
 def _run(case: Case, folder: str, make: Any, devices: int) -> Observation:
@@ -179,9 +180,12 @@ def _make_trainer(
     until: int | None = None,
 ) -> L.Trainer:
     watch = recording(L.Callback, CALLBACK_HOOKS, "callback", seen.events)()
-    first = [CatchUp(strategy)] if isinstance(strategy, OracleStrategy) else []
+    first: list[L.Callback] = [CatchUp(strategy)] if isinstance(strategy, OracleStrategy) else []
     half = [MixedPrecision()] if case.precision == "half" else []
     clip = case.clip if case.clip is not None and case.clip[0] != "by_hand" else None
+    if until is not None and case.goes_on:
+        first.append(SaveAtStep(until, os.path.join(folder, HANDOVER)))
+        until = None
     limits = [limit for limit in (case.max_steps, until) if limit is not None]
     arguments: dict[str, Any] = {
         "accelerator": "cpu",

@@ -11,7 +11,7 @@ On a mesh, ranks in the same place of two stages have the same shard, and exchan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -90,20 +90,28 @@ class TiedSums:
                 local_part(parameters[name]).copy_(values)
 
     @torch.no_grad()
-    def post(self, update: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def post(
+        self, update: int, gradients: Mapping[str, Tensor], trained: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
         """Sends and sums the gradients of an update; only the summing rank waits.
 
         Args:
             update: Index of the update; :meth:`install` must follow for each update.
             gradients: This rank's complete gradients, by name; of a sharded one the local shard.
                 The copies' gradients belong to this object afterwards.
+            trained: Names of this rank's trainable parameters, compared over the copies. None
+                where ranks are at different batches, between which users may freeze parameters.
 
         Returns:
             The gradients that this rank counts, sums among them.
+
+        Raises:
+            ValueError: A copy is frozen, and another is trained.
         """
         for peer, names in self._elsewhere.items():
-            self._links.outgoing[peer].send([gradients.get(name) for name in names])
-        sums = self._add_up(gradients)
+            values = [gradients.get(name) for name in names]
+            self._links.outgoing[peer].send((values, _flags(names, trained)))
+        sums = self._add_up(gradients, trained)
         for peer, names in self._here.items():
             self._links.outgoing[peer].send([sums[name] for name in names])
         # Clipping writes to the installed gradients, perhaps before the sums have been sent.
@@ -127,13 +135,35 @@ class TiedSums:
             if name in parameters:
                 parameters[name].grad = _as_gradient_of(parameters[name], total)
 
-    def _add_up(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    def _add_up(
+        self, gradients: Mapping[str, Tensor], trained: Collection[str] | None
+    ) -> dict[str, Tensor | None]:
         sums: dict[str, Tensor | None] = {}
         for peer, names in self._here.items():
-            parts = self._links.incoming[peer].receive()
+            parts, flags = self._links.incoming[peer].receive()
+            _check_alike(names, _flags(names, trained), flags)
             for name, part in zip(names, parts, strict=True):
                 sums[name] = _sum_of(sums.get(name, gradients.get(name)), part)
         return {n: None if g is None else self._change(n, g) for n, g in sums.items()}
+
+
+def _flags(names: Sequence[str], trained: Collection[str] | None) -> list[bool] | None:
+    return None if trained is None else [name in trained for name in names]
+
+
+def _check_alike(
+    names: Sequence[str], own: Sequence[bool] | None, others: Sequence[bool] | None
+) -> None:
+    if own is None or others is None:
+        return
+    rows = zip(names, own, others, strict=True)
+    different = [name for name, here, there in rows if here != there]
+    if different:
+        raise ValueError(
+            f"Stages share the parameters {different}, which are frozen on some ranks and trained"
+            " on others. Call `requires_grad_` on all ranks: on a layer that has them, or on"
+            " `self.parameters()`; parameters of a slice of layers are this rank's only."
+        )
 
 
 def _sum_of(total: Tensor | None, part: Tensor | None) -> Tensor | None:

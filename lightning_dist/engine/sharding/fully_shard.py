@@ -31,6 +31,7 @@ from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.tensors.dtensor import shard_like, stacked_dim
 from lightning_dist.engine.tensors.module_tree import set_attribute
+from lightning_dist.engine.tensors.patch import replacement
 
 
 def forget_step(root: nn.Module) -> None:
@@ -125,6 +126,7 @@ def shard(
     _check_stacks(module, mesh)
     apart = set() if kept is None else set(kept.parameters())
     _check_dtypes(roots, module, units, apart)
+    attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     in_fp32 = MixedPrecisionPolicy(
         param_dtype=None if options.param_dtype is None else torch.float32,
@@ -164,6 +166,8 @@ def shard(
             shard_placement_fn=_shard_dim,
             ignored_params=apart,
         )
+    for name, parameter in module.named_parameters():  # FSDP2 has replaced them
+        vars(parameter).update(attributes.get(name, {}))
     return tuple(root for root in roots if isinstance(root, FSDPModule))
 
 
@@ -253,8 +257,7 @@ def fill(
         if old is None:
             set_attribute(root, name, value_of(name).to(device, root.get_buffer(name).dtype))
             continue
-        shard_of_own = shard_like(value_of(name).to(old.dtype), old)
-        made = nn.Parameter(shard_of_own, requires_grad=old.requires_grad)
+        made = replacement(old, shard_like(value_of(name).to(old.dtype), old))
         for place in places[old]:  # a tied parameter stays one
             set_attribute(root, place, made)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.tensors.module_tree import set_attribute
+from lightning_dist.engine.tensors.patch import replacement
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -113,6 +114,20 @@ class ForeignLayer(nn.Module):
             walk = self.described.named_modules
         yield from walk(memo, prefix, remove_duplicate)
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Lists the layer's shared parameters, of which this rank has a copy, or the description's.
+
+        So a user who freezes this layer freezes the copy. Modules around the layer list others.
+        """
+        if self._sight.is_open:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+            return
+        for name, parameter in self.skeleton.named_parameters(prefix, recurse, remove_duplicate):
+            if not parameter.is_meta:
+                yield name, parameter
+
     def forward(self, *_: object, **__: object) -> Tensor:
         """Raises `ValueError`: the layer is on another rank."""
         raise ValueError(
@@ -137,7 +152,7 @@ def _copy_with(module: Module, stand_ins: dict[int, Tensor], device: torch.devic
     for parameter in module.parameters():
         if id(parameter) not in stand_ins:
             empty = torch.empty_like(parameter, device=device)
-            stand_ins[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+            stand_ins[id(parameter)] = replacement(parameter, empty)
     for buffer in module.buffers():
         if id(buffer) not in stand_ins:
             stand_ins[id(buffer)] = torch.empty_like(buffer, device=device)

@@ -56,7 +56,7 @@ from lightning_dist.engine.tensor_parallel.plan.regions import (
 )
 from lightning_dist.engine.tensor_parallel.plan.verify_sequence import check_positions
 from lightning_dist.engine.tensors.dtensor import cut, is_dtensor
-from lightning_dist.engine.tensors.patch import set_user_state, user_state
+from lightning_dist.engine.tensors.patch import replacement
 
 
 class TensorParallelModule:
@@ -226,8 +226,7 @@ class TensorParallelModule:
                     " ways."
                 )
             return
-        part = nn.Parameter(cut(whole, self._mesh, [placement]), requires_grad=whole.requires_grad)
-        set_user_state(part, user_state(whole))
+        part = replacement(whole, cut(whole, self._mesh, [placement]))
         for holder, attribute in self._uses[whole]:
             setattr(holder, attribute, part)
 

@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.tensors.dtensor import is_dtensor
+
 Undo: TypeAlias = Callable[[], None]
 """Undoes a change; returned by the function that makes the change."""
 
@@ -41,17 +43,35 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def user_state(parameter: Tensor) -> tuple[dict[str, Any], Any]:
+UserState: TypeAlias = tuple[dict[str, Any], Any, Any]
+"""Attributes and both kinds of hooks that users have put on a parameter."""
+
+
+def user_state(parameter: Tensor) -> UserState:
     """Returns the attributes and hooks that users have put on a parameter."""
-    return dict(vars(parameter)), parameter._backward_hooks
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return dict(vars(parameter)), *hooks
 
 
-def set_user_state(parameter: Tensor, state: tuple[dict[str, Any], Any]) -> None:
+def set_user_state(parameter: Tensor, state: UserState) -> None:
     """Puts the result of :func:`user_state` on a parameter; handles of the hooks stay valid."""
-    attributes, hooks = state
+    attributes, before, behind = state
     vars(parameter).update(attributes)
-    if hooks is not None:
-        parameter._backward_hooks = hooks
+    if before is not None:
+        parameter._backward_hooks = before
+    if behind is not None:
+        parameter._post_accumulate_grad_hooks = behind
+
+
+def replacement(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """Returns a parameter with another value, and the attributes and hooks of the first.
+
+    A parameter of a derived class is replaced without them: it may keep its values there.
+    """
+    made = nn.Parameter(value, parameter.requires_grad)
+    if type(parameter) is nn.Parameter or is_dtensor(parameter):
+        set_user_state(made, user_state(parameter))
+    return made
 
 
 @contextmanager

@@ -7,7 +7,7 @@ by part. A later Trainer takes over what an earlier one has sharded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary
 from lightning_dist.engine.tensors.dtensor import is_dtensor
-from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.engine.tensors.patch import replace_method, user_state_kept
 from lightning_dist.engine.tensors.rng import first_ranks_numbers
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.model_checks import check_dense_gradients
@@ -297,7 +297,9 @@ class ShardedPlacement(LocalReplicas):
         module = self.lightning_module
         tensors = [] if module is None else [*module.parameters(), *module.buffers()]
         if module is None or (self.is_running and not any(t.is_meta for t in tensors)):
-            super().teardown()
+            # Lightning moves the module to the CPU.
+            with nullcontext() if module is None else user_state_kept(module):
+                super().teardown()
             return
         # The run has failed: maybe before there were values, or in the middle of a step. Lightning
         # moves the module to the CPU, and an error in this must not replace the error that ended

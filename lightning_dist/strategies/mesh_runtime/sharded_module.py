@@ -292,7 +292,8 @@ class ShardedModule:
     def move(self, device: torch.device, *, offloaded: bool) -> None:
         """Moves the module to the device that computes; offloaded shards stay in host memory."""
         if offloaded and self._shards:
-            move_rest(self.module, self._shards, device)
+            with user_state_kept(self.module):
+                move_rest(self.module, self._shards, device)
             set_device(self.module, device)
             return
         with user_state_kept(self.module):

@@ -169,9 +169,10 @@ class Updates:
     def _complete(self) -> None:
         self._complete_gradients()
         if self._tied.names:
-            parameters = self._pipeline.stages.named_parameters().items()
-            gradients = {n: local_part(p.grad) for n, p in parameters if p.grad is not None}
-            self._tied.post(self._pipeline.due_update, gradients)
+            trained = self._pipeline.stages.named_parameters()
+            given = {n: p.grad for n, p in trained.items() if p.grad is not None}
+            gradients = {name: local_part(gradient) for name, gradient in given.items()}
+            self._tied.post(self._pipeline.due_update, gradients, trained)
 
     def _install(self, optimizer: Optimizer) -> Tensor:
         optimizer.zero_grad()

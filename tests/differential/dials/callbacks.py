@@ -45,6 +45,32 @@ class StopAtStep(L.Callback):
             trainer.should_stop = True
 
 
+class SaveAtStep(L.Callback):
+    """Saves the run once while it goes on, or when it ends before that.
+
+    Args:
+        step: When.
+        path: Where to.
+    """
+
+    def __init__(self, step: int, path: str) -> None:
+        self._step = step
+        self._path = path
+        self._has_saved = False
+
+    def _save(self, trainer: L.Trainer) -> None:
+        if not self._has_saved:
+            trainer.save_checkpoint(self._path)
+            self._has_saved = True
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step >= self._step:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._save(trainer)
+
+
 class StopFirstRank(L.Callback):
     """Ends training on the first rank alone, as a look at the clock may.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,22 @@ from torch.utils.data import (
 
 from tests.differential.case import Case
 from tests.differential.dials.models import CLASSES, FEATURES, OF_TOKENS, TOKENS
+
+
+@dataclass
+class Samples:
+    """A batch as a dataclass."""
+
+    x: Tensor
+    y: Tensor
+    names: list[str]
+
+
+class Pair(NamedTuple):
+    """A batch as a named tuple."""
+
+    x: Tensor
+    y: Tensor
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,16 @@ def _as_dict(samples: list[Any]) -> dict[str, Any]:
     }
 
 
+def _as_dataclass(samples: list[Any]) -> Samples:
+    given = _as_dict(samples)
+    return Samples(given["x"], given["y"], given["name"])
+
+
+def _as_named(samples: list[Any]) -> Pair:
+    given = _as_dict(samples)
+    return Pair(given["x"], given["y"])
+
+
 def _as_list(samples: list[Any]) -> list[Tensor]:
     """Makes a list with a tensor for each sample, the target behind the inputs."""
     return [torch.cat([x, y.to(x.dtype).reshape(1)]) for x, y in samples]
@@ -108,6 +134,8 @@ def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
     """Takes a batch of any of the loaders apart."""
     if isinstance(batch, Mapping):
         return batch["x"] * int(batch["scale"]), batch["y"]
+    if isinstance(batch, Samples | Pair):
+        return batch.x, batch.y
     if isinstance(batch[0], Tensor) and batch[0].ndim == 1:
         rows = torch.stack(list(batch))
         if rows.is_floating_point():
@@ -116,8 +144,13 @@ def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
     return batch[0], batch[1]
 
 
-COLLATES: dict[str, Callable[[list[Any]], Any]] = {"dicts": _as_dict, "list": _as_list}
-LOADERS = ("ordered", "shuffled", "stream", "dicts", "list", "augmented", "drawn", "workers")
+COLLATES: dict[str, Callable[[list[Any]], Any]] = {
+    "dicts": _as_dict,
+    "list": _as_list,
+    "dataclass": _as_dataclass,
+    "named": _as_named,
+}
+LOADERS = ("ordered", "shuffled", "stream", *COLLATES, "augmented", "drawn", "workers")
 OF_ONE_READER = ("augmented", "drawn")
 """Loaders that give each process other samples: only with one reader are they one device's."""
 

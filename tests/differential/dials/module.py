@@ -24,7 +24,7 @@ from tests.differential.dials.models import (
     TOKENS,
     logits_of,
 )
-from tests.differential.dials.optimizers import configure
+from tests.differential.dials.optimizers import NOT_DECAYED, configure
 from tests.differential.dials.strategies import STRATEGIES
 
 OF_WHOLE_BATCHES = ("sum", "max", "min", "callable")
@@ -67,11 +67,12 @@ class Task(L.LightningModule):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        make, self.loss_of = MODELS[case.model]
-        self.model = make()
-        for name in case.parameter_hooks:
-            PARAMETER_HOOKS[name](self.model)
         self.case = case
+        self.loss_of = MODELS[case.model][1]
+        self.model: Any = None
+        if not case.built_late:
+            self._build()
+        self.strict_loading = not case.saves_part
         self.automatic_optimization = not case.is_manual
         self.lr: float | None = None
         num_classes = TOKENS if case.model in OF_TOKENS else CLASSES
@@ -82,10 +83,29 @@ class Task(L.LightningModule):
         self.blocks: list[int] = []
         self.has_replicas = STRATEGIES[case.strategy].replicas > 1
 
+    def _build(self) -> None:
+        self.model = MODELS[self.case.model][0]()
+        for parameter in self.model.parameters():
+            setattr(parameter, NOT_DECAYED, parameter.ndim <= 1)
+        for name in self.case.parameter_hooks:
+            PARAMETER_HOOKS[name](self.model)
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self._build()
+            if self.case.precision == "double":
+                self.model.double()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.case.saves_part:
+            for name in [n for n in checkpoint["state_dict"] if n.startswith("model.0.")]:
+                del checkpoint["state_dict"][name]
+
     @property
     def backbone(self) -> nn.Module:
         """What is trained later, if a callback wants that."""
-        return self.model[:3]
+        part: nn.Module = self.model[:3]
+        return part
 
     def _logs(self, name: str) -> bool:
         return name in self.case.logs

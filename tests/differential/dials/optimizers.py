@@ -13,6 +13,8 @@ from tests.differential.case import Case
 from tests.helpers.networks.schedule_free import ScheduleFree
 
 Parameters = list[nn.Parameter]
+NOT_DECAYED = "is_not_decayed"
+"""A tag of parameters, as users put them on."""
 
 
 class CountingTensor(torch.optim.SGD):
@@ -53,8 +55,8 @@ class OneEstimate(torch.optim.SGD):
 
 
 def _two_groups(model: nn.Module, parameters: Parameters) -> Optimizer:
-    decayed = [p for p in parameters if p.ndim > 1]
-    others = [p for p in parameters if p.ndim <= 1]
+    decayed = [p for p in parameters if not getattr(p, NOT_DECAYED)]
+    others = [p for p in parameters if getattr(p, NOT_DECAYED)]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
 

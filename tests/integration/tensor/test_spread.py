@@ -107,11 +107,16 @@ def zeroed(gradient: Tensor) -> Tensor:
     return gradient * 0
 
 
+def counted(parameter: Any) -> None:
+    parameter.rate += 1
+
+
 def kept_on_a_parameter() -> tuple[int, float, str]:
     network = gpt()
     weight = network.get_parameter("1.attention.qkv.weight")
     weight.rate = 3  # type: ignore[attr-defined]
     handle = weight.register_hook(zeroed)
+    weight.register_post_accumulate_grad_hook(counted)
     sharded = TensorParallelModule(network, resolve_plan(network, PLAN), ranks())
     with user_state_kept(network):
         network.to("cpu")  # torch swaps the parameters for others
@@ -132,7 +137,7 @@ def test_what_users_put_on_parameters_stays_and_nothing_is_spread_twice(
     workers: WorkerPool,
 ) -> None:
     for rate, zero, text in workers.run(2, kept_on_a_parameter):
-        assert (rate, zero) == (3, 0.0)
+        assert (rate, zero) == (3 + 2, 0.0)
         assert "is sharded over ranks already" in text
 
 

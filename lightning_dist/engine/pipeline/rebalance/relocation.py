@@ -23,6 +23,7 @@ from lightning_dist.engine.planning.partition import find_moves
 from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.cut import recut, stage_of_layers, structure_of
 from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.tensors.patch import replacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +115,7 @@ class Exchanged:
     def _once(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         if id(tensor) not in self._pairs:
             made = make(tensor.detach())
-            is_parameter = isinstance(tensor, nn.Parameter)
-            new = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+            new = replacement(tensor, made) if isinstance(tensor, nn.Parameter) else made
             self._pairs[id(tensor)] = (tensor, new)
         return self._pairs[id(tensor)][1]
 

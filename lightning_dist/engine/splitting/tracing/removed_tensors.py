@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.tensors.patch import replacement
 from lightning_dist.engine.tensors.remote_tensor import absent
 
 
@@ -125,9 +126,7 @@ def _reason(name: str) -> str:
 
 def _on(tensor: Tensor, device: torch.device | str) -> Tensor:
     empty = torch.empty_like(tensor, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, tensor.requires_grad)
-    return empty
+    return replacement(tensor, empty) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _refuse_calls(owner: nn.Module, name: str) -> None:

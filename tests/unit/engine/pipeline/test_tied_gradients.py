@@ -140,6 +140,15 @@ def test_gradients_that_some_do_not_have() -> None:
     assert values(last) == {"2.w": 7, "2.v": 5, "2.u": None}
 
 
+def test_copies_must_be_trained_or_frozen_alike() -> None:
+    first, _, last = ranks_of([PAIR])
+    last.post(0, {"2.w": gradient(100)}, {"2.w", "2.x"})
+    first.post(0, {"0.w": gradient(1)}, {"0.w"})
+    last.post(1, {"2.w": gradient(100)}, {"2.w"})
+    with pytest.raises(ValueError, match=r"Stages share the parameters \['0.w'\], which are froz"):
+        first.post(1, {}, {"0.x"})
+
+
 def test_stages_of_one_rank_need_no_message() -> None:
     (alone,) = ranks_of([Tie({0: ("0.w",), 1: ("1.w",)})], (0, 0), 1)
     assert not alone.names

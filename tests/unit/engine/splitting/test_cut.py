@@ -41,6 +41,17 @@ def test_names_stay_and_foreign_layers_hold_nothing() -> None:
         net(torch.ones(1, 2))
 
 
+def test_a_foreign_layer_lists_the_shared_parameters_of_which_there_is_a_copy() -> None:
+    net = sequence()
+    net[3].weight = net[0].weight
+    cut(net, [2, 2], [1])
+    assert [name for name, _ in net[0].named_parameters()] == ["weight"]
+    assert next(net[0].parameters()) is net[3].weight
+    assert list(net[1].parameters()) == []
+    own = ["2.weight", "2.bias", "3.weight", "3.bias"]
+    assert [name for name, _ in net.named_parameters()] == own
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 def test_a_weight_that_a_hook_computes_can_be_cut() -> None:
     net = nn.Sequential(*(nn.utils.weight_norm(nn.Linear(2, 2)) for _ in range(2)))

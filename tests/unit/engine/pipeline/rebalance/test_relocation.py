@@ -27,7 +27,17 @@ NAMES = [n for n, _ in make_layers(3).named_parameters()]
 
 def make() -> nn.Sequential:
     torch.manual_seed(3)
-    return make_layers(3).double()
+    model = make_layers(3).double()
+    for name, parameter in model.named_parameters():
+        parameter.its_name = name  # type: ignore[attr-defined]
+        parameter.register_hook(lambda gradient: gradient * 0.5)
+        parameter.register_post_accumulate_grad_hook(shrink)
+    return model
+
+
+def shrink(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
 
 
 def train_moving(cuts: list[tuple[int, ...]], optimizer_name: str, turn: Lock) -> Train:
@@ -82,6 +92,7 @@ def train_moving(cuts: list[tuple[int, ...]], optimizer_name: str, turn: Lock) -
             for stage, count in enumerate(cuts[-1])
             for _ in range(count)
         ]
+        assert all(vars(p) == {"its_name": name} for name, p in model.named_parameters())
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     return train
