@@ -197,7 +197,9 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         strategy=name,
         model=model,
         built_late=draw(st.sampled_from((False, False, True))),
-        saves_part=draw(st.sampled_from((False, False, False, True))),
+        # All names of a shared parameter are saved, or none.
+        saves_part=model not in OF_SHARED_PARAMETERS
+        and draw(st.sampled_from((False, False, False, True))),
         optimizer=optimizer,
         scheduler=scheduler,
         precision=precision,  # type: ignore[arg-type]

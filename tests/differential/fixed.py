@@ -93,6 +93,12 @@ FIXED: dict[str, Fixed] = {
     "experts, sharded stages in half precision": Fixed(
         Case("spread_stages", model="experts", precision="half", num_batches=2)
     ),
+    "experts, accumulated in half precision, shards": Fixed(
+        Case("fsdp", model="experts", precision="half", accumulate=3)
+    ),
+    "experts, half precision, shards of stages": Fixed(
+        Case("mesh", model="experts", precision="half")
+    ),
     "sparse gradients, 2bw": Fixed(Case("2bw", model="sparse", optimizer="adagrad")),
     "sparse gradients, replicas of stages": Fixed(
         Case("replicas_of_stages", model="sparse", optimizer="adagrad"), refusal="sparse=False"

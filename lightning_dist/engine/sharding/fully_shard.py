@@ -5,12 +5,13 @@ after it. A root, the module that is called, is always a unit: it takes the para
 inside it has. Before torch 2.13 there is no public way to forget a step that an exception has
 ended: the next backward would continue it. So this is the one place that resets FSDP2's private
 state of a step, only in those versions, which do not change any more. And the one place that lets
-FSDP2 know that a unit is trained which was frozen when the root was first called.
+FSDP2 know that a unit is trained which was frozen when the root was first called, and that some of
+a unit's parameters were not used in each step of an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -67,14 +68,44 @@ def note_unfrozen(root: nn.Module) -> None:
     There is no public way. Under mixed precision such a unit has no dtype for its gradients, and
     its first backward fails.
     """
+    for group in _param_groups(root):
+        if getattr(group, "_orig_dtype", "unknown") is None:  # the root has been called
+            group._init_mp_dtypes()
+
+
+class KeptGradients:
+    """The gradients that FSDP2 keeps of backwards after which it reduces nothing.
+
+    Under mixed precision they are kept in the dtype in which they will be reduced. FSDP2 does not
+    reduce them together with gradients in another dtype, which parameters have that are used in the
+    last of the backwards only, or in none. There is no public way to do so.
+
+    Args:
+        roots: The sharded roots.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._groups = [group for root in roots for group in _param_groups(root)]
+
+    def complete(self) -> None:
+        """Adds zeros for the parameters of which no gradient is kept; call it before a backward."""
+        for group in self._groups:
+            found = [p.unsharded_accumulated_grad for p in group.fsdp_params]
+            kept = next((gradient for gradient in found if gradient is not None), None)
+            for parameter in group.fsdp_params if kept is not None else ():
+                is_missing = parameter.unsharded_accumulated_grad is None
+                if is_missing and parameter.sharded_param.requires_grad:
+                    zeros = torch.zeros_like(parameter._unsharded_param, dtype=kept.dtype)
+                    parameter.unsharded_accumulated_grad = zeros.requires_grad_(False)
+
+
+def _param_groups(root: nn.Module) -> Iterator[Any]:
+    """Yields the groups of parameters that FSDP2 gathers together."""
     for module in root.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        found = getattr(state, "_fsdp_param_groups", None)  # in newer versions
-        for group in [state._fsdp_param_group] if found is None else found:
-            if getattr(group, "_orig_dtype", "unknown") is None:  # the root has been called
-                group._init_mp_dtypes()
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            found = getattr(state, "_fsdp_param_groups", None)  # in newer versions
+            yield from filter(None, [state._fsdp_param_group] if found is None else found)
 
 
 @dataclass(frozen=True, slots=True)

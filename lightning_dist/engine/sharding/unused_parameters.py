@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from lightning_dist.engine.sharding.fully_shard import KeptGradients
 
 
 class UnusedParameters:
@@ -37,6 +40,7 @@ class UnusedParameters:
     ) -> None:
         self._module = module
         self._group = group
+        self._kept = KeptGradients(cast(nn.Module, root) for root in roots)
         self._sharded: dict[str, nn.Parameter] = {}
         self._units = ["", *units]
         self._not_hooked: dict[str, list[str]] = {}  # in each unit and those inside of it
@@ -62,6 +66,10 @@ class UnusedParameters:
                 unit: [name for name in self._sharded if not unit or name.startswith(f"{unit}.")]
                 for unit in self._units
             }
+
+    def begin_backward(self) -> None:
+        """Lets FSDP2 reduce gradients of several backwards, which have used other parameters."""
+        self._kept.complete()
 
     def keep_gradients(self) -> None:
         """Counts the parameters that have a gradient now as used in the coming update.

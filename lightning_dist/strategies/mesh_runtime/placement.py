@@ -42,7 +42,6 @@ from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import replace_method, user_state_kept
 from lightning_dist.engine.tensors.rng import first_ranks_numbers
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
-from lightning_dist.strategies.base.model_checks import check_dense_gradients
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import checks, data_parallel_checks
@@ -230,8 +229,6 @@ class ShardedPlacement(LocalReplicas):
         # FSDP2 wraps replicas of tensor-parallel layers too, as one shard each.
         if axis(self.mesh_of_ranks, *self.gradient_axes) is not None:
             checks.check_hooks(self.module)
-            if self.is_fitting:
-                check_dense_gradients(self.module, "FSDP2's units")
 
     @override
     def model_to_device(self) -> None:

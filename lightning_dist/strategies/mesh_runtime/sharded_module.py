@@ -221,6 +221,8 @@ class ShardedModule:
         """Returns the context manager that the backward of a step's loss runs in."""
         if self._tensor_parallel is not None:
             self._tensor_parallel.crossings.begin_backward()
+        if self._unused is not None:
+            self._unused.begin_backward()
         return nullcontext() if self._logits is None else loss_parallel()
 
     def backward(
