@@ -39,6 +39,9 @@ FIXED: dict[str, Fixed] = {
     "counters in groups, 2bw": Fixed(
         Case("2bw", optimizer="schedule_free", callbacks=("rate_by_hand",), epochs=2)
     ),
+    "counters in groups are tensors, servers": Fixed(
+        Case("server", optimizer="counting_tensor", callbacks=("every_steps",))
+    ),
     "counters in groups are tensors": Fixed(
         Case("pipedream", optimizer="counting_tensor", scheduler="exponential_step")
     ),

@@ -43,6 +43,7 @@ def _parameters() -> list[object]:
     "a reduction of the user's own",
     "checkpoint names differ by rank, stages",
     "counters in groups, 2bw",
+    "counters in groups are tensors, servers",
     "drawn at random while read, sharded layers",
     "a second Trainer, two validation loaders",
     "a warm-up by hand, a second fit, asynchronous",

@@ -90,12 +90,11 @@ class KeptGradients:
     def complete(self) -> None:
         """Adds zeros for the parameters of which no gradient is kept; call it before a backward."""
         for group in self._groups:
-            found = [p.unsharded_accumulated_grad for p in group.fsdp_params]
-            kept = next((gradient for gradient in found if gradient is not None), None)
-            for parameter in group.fsdp_params if kept is not None else ():
-                is_missing = parameter.unsharded_accumulated_grad is None
-                if is_missing and parameter.sharded_param.requires_grad:
-                    zeros = torch.zeros_like(parameter._unsharded_param, dtype=kept.dtype)
+            found = [(p, p.unsharded_accumulated_grad) for p in group.fsdp_params]
+            dtypes = [gradient.dtype for _, gradient in found if gradient is not None]
+            for parameter, gradient in found if dtypes else ():
+                if gradient is None and parameter.sharded_param.requires_grad:
+                    zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtypes[0])
                     parameter.unsharded_accumulated_grad = zeros.requires_grad_(False)
 
 

@@ -119,7 +119,7 @@ class ForeignLayer(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Lists the layer's shared parameters, of which this rank has a copy, or the description's.
 
-        So a user who freezes this layer freezes the copy. Modules around the layer list others.
+        Freezing this layer so freezes the copy. Modules around the layer list others.
         """
         if self._sight.is_open:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)

@@ -24,6 +24,7 @@ from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.data_parallel.ddp_options import Compression
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
+from lightning_dist.engine.stashing.learning_rates import changes_of_groups
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.strategies.base.model_checks import check_dense_gradients, check_optimizers
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
@@ -237,7 +238,7 @@ def check_no_loss_scale(plugin: Precision) -> None:
 
 def check_servers_agree(optimizer: Optimizer, values: Sequence[list[dict[str, Any]]]) -> None:
     """Checks that values which an optimizer keeps in its groups are alike on all servers."""
-    if any(other != values[0] for other in values):
+    if any(any(changes_of_groups(values[0], other)) for other in values):
         raise ValueError(
             f"{type(optimizer).__name__} keeps one estimate for all parameters, and servers have"
             f" come to different ones: {list(values)}. Pass num_servers=1."
