@@ -75,6 +75,7 @@ class AutoStrategy(MeshStrategy):
             for momentum, 0 for plain SGD.
         num_plans: Number of plans to compare and print.
         tensor: As for :class:`MeshStrategy`.
+        find_unused_parameters: As for :class:`FSDPStrategy`.
         arguments: Those of all strategies, see :class:`.RunArguments`.
 
     Raises:
@@ -90,6 +91,7 @@ class AutoStrategy(MeshStrategy):
         states_per_parameter: int = 2,
         num_plans: int = 10,
         tensor: TensorConfig = TensorConfig(),  # noqa: B008  (it is frozen)
+        find_unused_parameters: bool = False,
         **arguments: Unpack[RunArguments],
     ) -> None:
         if planned := sorted({"pipeline", "shard", *MeshShape().sizes} & arguments.keys()):
@@ -101,6 +103,7 @@ class AutoStrategy(MeshStrategy):
         check_count("states_per_parameter", states_per_parameter, at_least=0)
         super().__init__(dp_shard=1, tensor=tensor, meta_init=False, **arguments)
         self._memory_gib = memory_gib
+        self._finds_unused = find_unused_parameters
         # The first batch tells how large it is.
         self._request = Request(
             batch_size=1, recompute=recompute, replicas=replicas, num_plans=num_plans
@@ -149,7 +152,7 @@ class AutoStrategy(MeshStrategy):
         """Puts the ranks on the mesh of the best plan. Collective: every rank must call it."""
         self._ranking = ranking
         layout = ranking.best.layout
-        arguments = arguments_of(layout)
+        arguments = arguments_of(layout, find_unused_parameters=self._finds_unused)
         self._pipeline_config, self._shard_config = arguments["pipeline"], arguments["shard"]
         self._policy = self._shard_config.policy
         self._sizes |= layout.mesh.sizes
@@ -205,7 +208,9 @@ class AutoStrategy(MeshStrategy):
             mesh = plan.layout.mesh
             if mesh in ratios or len(ratios) == _MOST_REHEARSED:
                 continue
-            planned = MeshStrategy.from_plan(plan, tensor=self._tensor_config)
+            planned = MeshStrategy.from_plan(
+                plan, find_unused_parameters=self._finds_unused, tensor=self._tensor_config
+            )
             planned.precision_plugin = self.precision_plugin
             ranks = pool_of_world().mesh(mesh, self.root_device.type, self.device_backend)
             try:

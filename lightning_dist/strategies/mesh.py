@@ -30,7 +30,7 @@ from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
 
-def arguments_of(layout: Layout) -> dict[str, Any]:
+def arguments_of(layout: Layout, *, find_unused_parameters: bool = False) -> dict[str, Any]:
     """Returns the arguments of :class:`MeshStrategy` for a layout."""
     pipeline = PipelineConfig(layers=layout.layers)
     if layout.mesh.pp > 1:
@@ -45,7 +45,9 @@ def arguments_of(layout: Layout) -> dict[str, Any]:
     return {
         **layout.mesh.sizes,
         "pipeline": pipeline,
-        "shard": ShardConfig(activation_checkpointing=again),
+        "shard": ShardConfig(
+            activation_checkpointing=again, find_unused_parameters=find_unused_parameters
+        ),
     }
 
 
@@ -92,18 +94,21 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         self._sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
 
     @classmethod
-    def from_plan(cls, plan: Plan | str | Path, **arguments: Any) -> Self:
+    def from_plan(
+        cls, plan: Plan | str | Path, *, find_unused_parameters: bool = False, **arguments: Any
+    ) -> Self:
         """Creates the strategy of a plan.
 
         Args:
             plan: A plan of :func:`lightning_dist.plan`, or the path of its YAML file.
+            find_unused_parameters: As for :class:`~lightning_dist.FSDPStrategy`.
             arguments: Other arguments of the strategy, ``timeout_s`` for example.
 
         Raises:
             ValueError: The file holds no plan, or an argument is one of the plan's.
         """
         found = plan if isinstance(plan, Plan) else Plan.load(plan)
-        planned = arguments_of(found.layout)
+        planned = arguments_of(found.layout, find_unused_parameters=find_unused_parameters)
         if both := sorted(planned.keys() & arguments.keys()):
             raise ValueError(f"The plan has {both} already. Leave them out, or use MeshStrategy().")
         return cls(**planned, **arguments)

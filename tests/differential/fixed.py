@@ -96,6 +96,7 @@ FIXED: dict[str, Fixed] = {
     "experts, sharded stages in half precision": Fixed(
         Case("spread_stages", model="experts", precision="half", num_batches=2)
     ),
+    "experts, a plan": Fixed(Case("auto", model="experts", accumulate=3)),
     "experts, accumulated in half precision, shards": Fixed(
         Case("fsdp", model="experts", precision="half", accumulate=3)
     ),

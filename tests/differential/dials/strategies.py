@@ -30,6 +30,7 @@ PLAN = {"model.*.linear": "colwise_gather"}
 FINDS_UNUSED: dict[object, dict[str, object]] = {
     DDPStrategy: {"find_unused_parameters": True},
     FSDPStrategy: {"find_unused_parameters": True},
+    AutoStrategy: {"find_unused_parameters": True},
     MeshStrategy: {"shard": ShardConfig(find_unused_parameters=True)},
 }
 

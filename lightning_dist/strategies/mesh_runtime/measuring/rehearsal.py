@@ -100,7 +100,7 @@ class Rehearsal:
             tie_again(composed.split.layers, composed.split.ties)
         with not_logging(own):
             if composed.split is None:
-                return self._seconds(self._whole(composed, ranks))
+                return self._seconds(self._whole(composed, ranks, how))
             return self._staged(composed, mesh, how, ranks)
 
     def _seconds(self, step: Callable[[], None]) -> float:
@@ -111,7 +111,9 @@ class Rehearsal:
         own = [p for p in composed.module.parameters() if p.requires_grad and not p.is_meta]
         return optimizer_of(own, self.states_per_parameter) if own else None
 
-    def _whole(self, composed: ParallelModule, ranks: DeviceMesh) -> Callable[[], None]:
+    def _whole(
+        self, composed: ParallelModule, ranks: DeviceMesh, how: Parallelism
+    ) -> Callable[[], None]:
         module, optimizer = ShardedModule(composed, None), self._optimizer(composed)
         own = module.module
         arguments = arguments_of(own.training_step, self.batch, 1)
@@ -126,7 +128,9 @@ class Rehearsal:
         replicas = None if composed.shards else axis(ranks, "dp_replicate")
         if replicas is None:
             return step
-        ddp = GradientExchange().wrap(own, replicas.get_group())
+        finds_unused = how.shard is not None and how.shard.find_unused_parameters
+        exchange = GradientExchange(find_unused_parameters=finds_unused)
+        ddp = exchange.wrap(own, replicas.get_group())
 
         def step_of_replica() -> None:
             with context():
