@@ -43,6 +43,8 @@ OTHERS = {
     if path.name not in {config.name for config in (*CONFIGS, DIGITS)}
 }
 SCRIPTS = {path: r for path, r in OTHERS.items() if "recipes.train" not in r.command}
+# Whose parts other tests of the test command run.
+LONG = ("stream_gpt", "tune_gpt", "unet_trace")
 SHORT = [
     "--trainer.max_epochs=1",
     "--data.train_samples=96",
@@ -218,7 +220,13 @@ def run_words(words: list[str], folder: Path) -> str:
     return run_in_pool(arguments, importlib.import_module(module).main)
 
 
-@pytest.mark.parametrize("config", OTHERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.long] if path.stem in LONG else [])
+        for path in OTHERS
+    ],
+)
 def test_each_other_recipe_runs_a_few_steps(
     workers: WorkerPool, config: Path, tmp_path: Path
 ) -> None:
