@@ -191,6 +191,10 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
     options = draw(_some(_options(entry, callbacks), 2))
     if "accumulate_later" in callbacks:
         accumulate = 1
+    # All names of a shared parameter are saved, or none.
+    saves_part = model not in OF_SHARED_PARAMETERS and draw(
+        st.sampled_from((False, False, False, True))
+    )
     returns = draw(st.sampled_from(_returns(entry, model, stepping, accumulate, callbacks)))
     if returns == "weight":
         logs = set()
@@ -200,9 +204,7 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         strategy=name,
         model=model,
         built_late=draw(st.sampled_from((False, False, True))),
-        # All names of a shared parameter are saved, or none.
-        saves_part=model not in OF_SHARED_PARAMETERS
-        and draw(st.sampled_from((False, False, False, True))),
+        saves_part=saves_part,
         optimizer=optimizer,
         scheduler=scheduler,
         precision=precision,  # type: ignore[arg-type]
@@ -236,6 +238,7 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         evaluates=draw(st.booleans()),
         # Of replicas, each rank's finder sees its own losses.
         lr_find=resume_at is None
+        and not saves_part  # what the finder does not restore stays as its last batches left it
         and stepping == "automatic"
         and "dev_run" not in options
         and entry.replicas == 1
