@@ -226,9 +226,14 @@ class ShardedPlacement(LocalReplicas):
 
     def _check_shardable(self) -> None:
         checks.check_shardable(self.module, self._policy.is_manual)
-        # FSDP2 wraps replicas of tensor-parallel layers too, as one shard each.
-        if axis(self.mesh_of_ranks, *self.gradient_axes) is not None:
+        if self.has_units:
             checks.check_hooks(self.module)
+
+    @property
+    def has_units(self) -> bool:
+        """Whether FSDP2 wraps the module; replicas of tensor-parallel layers are one shard each."""
+        is_whole = self.replicates(self.mesh)
+        return not is_whole and axis(self.mesh_of_ranks, *self.gradient_axes) is not None
 
     @override
     def model_to_device(self) -> None:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
-from lightning_dist.engine.common.device_mesh import axis
 from lightning_dist.engine.data_parallel.missing_gradients import check_gradients
 from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
@@ -65,8 +64,7 @@ class ShardedStrategy(ShardedPlacement):
             checks.check_anomaly(lightning_internals.detects_anomalies(trainer), self.mesh.tp)
         if self.mesh.pp > 1:
             check_trainer(trainer, self.module, self._pipeline_config, self.mesh.pp)
-        is_wrapped = axis(self.mesh_of_ranks, *self.gradient_axes) is not None
-        if is_wrapped and not self.replicates(self.mesh):
+        if self.has_units:
             check_dense_gradients(self.module, "FSDP2's units")
         averages = self._averages_gradients and self._local_config.averages_gradients
         if averages and self.mesh.data_size > 1:
