@@ -216,8 +216,7 @@ def _shares_of_weights(spans: Iterable[Span]) -> dict[int, float]:
 def _resident_bytes(layer: nn.Module, states: Mapping[Tensor, Any]) -> int:
     parameters = list(layer.parameters())
     kept = flatten([states[p] for p in parameters if p in states])[0]
-    # A pipeline's backwards are over before the gradients of the previous update are freed.
-    gradients = 2 * version_bytes(parameters)
+    gradients = version_bytes(parameters)
     return gradients + sum(map(_own_bytes, (*parameters, *layer.buffers(), *kept)))
 
 

@@ -7,10 +7,10 @@
     for batch in loader:
         pipeline.train_batch(batch, step=lambda microbatch: loss(model(microbatch.x), microbatch.y))
         if pipeline.has_gradients:
-            optimizer.zero_grad()
             pipeline.install_gradients()
             with pipeline.updating():
                 optimizer.step()
+            optimizer.zero_grad()  # or old and new gradients take memory at once
     for _ in pipeline.drain():
         ...  # the same four lines
 

@@ -5,8 +5,9 @@ knows what its backward needs, and one process can easily measure that.
 
 The worst moment is the end of the forward. Then all activations are there, and the gradients of the
 step before, which Lightning zeroes between forward and backward. A loop that zeroes gradients
-before the forward needs less. Not counted: temporary memory of an update or a checkpoint, whole
-gradients that FSDP accumulates over micro-steps, and the libraries themselves.
+before the forward needs less. A pipeline runs backwards while it has activations, so the strategies
+drop the old gradients ahead of a batch. Not counted: temporary memory of an update or a checkpoint,
+whole gradients that FSDP accumulates over micro-steps, and the libraries themselves.
 """
 
 from __future__ import annotations
@@ -130,9 +131,6 @@ def pipelined(
 ) -> RankMemory:
     """Returns the memory of a pipeline's rank.
 
-    Its backwards are over before Lightning zeroes the gradients of the step before, so there are
-    two sets of gradients.
-
     Args:
         stage: This rank's layers.
         num_microbatches_in_flight: Number of forwards whose backward is still to come.
@@ -148,7 +146,7 @@ def pipelined(
     each = stage.parameter_bytes if version_bytes is None else version_bytes
     return RankMemory(
         parameters=stage.parameter_bytes,
-        gradients=2 * stage.parameter_bytes,
+        gradients=stage.parameter_bytes,
         optimizer_state=stage.states_per_parameter * stage.parameter_bytes,
         activations=num_microbatches_in_flight * stage.activation_bytes,
         stash=(num_versions - 1) * each,

@@ -8,7 +8,7 @@ whole model. So the strategy puts one callback before all others and one behind 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 
 import lightning.pytorch as pl
@@ -75,6 +75,32 @@ def add_first_callback(trainer: pl.Trainer, callback: pl.Callback) -> Undo:
     """Adds a callback before those of a trainer."""
     set_callbacks(trainer, [callback, *callbacks_of(trainer)])
     return lambda: set_callbacks(trainer, [c for c in callbacks_of(trainer) if c is not callback])
+
+
+def is_overridden_by_user(names: Collection[str], module: pl.LightningModule) -> bool:
+    """Returns whether the module or a user's callback has one of some hooks.
+
+    Args:
+        names: The hooks' names.
+        module: The module, of whose trainer the callbacks are.
+    """
+    ours = ("lightning", "lightning_dist")
+    callbacks = [
+        callback
+        for callback in callbacks_of(module.trainer)
+        if isinstance(callback, LambdaCallback)  # which has functions of the user
+        or type(callback).__module__.partition(".")[0] not in ours
+    ]
+    return any(
+        is_overridden(name, module) or any(_has(callback, name) for callback in callbacks)
+        for name in names
+    )
+
+
+def _has(callback: pl.Callback, name: str) -> bool:
+    """Looks at the instance too, where ``LambdaCallback`` has any callable."""
+    own, default = (getattr(kind, name, None) for kind in (type(callback), pl.Callback))
+    return name in vars(callback) or own is not default
 
 
 def mute_checkpoints(trainer: pl.Trainer) -> Undo:

@@ -133,6 +133,7 @@ class StagedModule(ShardedModule):
     ) -> Any:
         if self._unused is not None:
             self._unused.begin_step()
+        self.session.updates.begin_batch()
         with self.check_units(training=True), reraise_mixed_dtensor_error():
             return self.session.runner.train(arguments_of_step(args, kwargs), context)
 

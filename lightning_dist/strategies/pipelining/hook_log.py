@@ -19,15 +19,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.engine.tensors.patch import replace_method
-from lightning_dist.strategies.base.callback_order import add_first_callback
-from lightning_dist.strategies.base.lightning_internals import as_of_hook, callbacks_of, hook_of
+from lightning_dist.strategies.base.callback_order import (
+    add_first_callback,
+    is_overridden_by_user,
+)
+from lightning_dist.strategies.base.lightning_internals import as_of_hook, hook_of
 from lightning_dist.strategies.pipelining.step_log import reduction_of
 
 _IN_BATCH = (
@@ -95,7 +97,7 @@ class HookLog:
         self._count: Counter[tuple[str, str]] = Counter()
         kinds = (_IN_BATCH, _BEHIND_BATCH)
         in_batch, behind_batch = self._agree(
-            [not asynchronous and self._is_overridden(names) for names in kinds]
+            [not asynchronous and is_overridden_by_user(names, module) for names in kinds]
         )
         self._hooks = (*_IN_BATCH * in_batch, *_BEHIND_BATCH * behind_batch, *_BEHIND_EPOCH)
         self._log = module.log
@@ -135,19 +137,6 @@ class HookLog:
         count = torch.tensor([len(self._kept)], dtype=torch.int32)
         dist.all_reduce(count, group=self._stages)
         return bool(count.item())
-
-    def _is_overridden(self, names: Sequence[str]) -> bool:
-        """Returns whether the module or a user's callback may log in one of some hooks."""
-        callbacks = [
-            callback
-            for callback in callbacks_of(self._module.trainer)
-            if type(callback).__module__.partition(".")[0] not in ("lightning", "lightning_dist")
-        ]
-        return any(
-            is_overridden(name, self._module)
-            or any(is_overridden(name, callback, pl.Callback) for callback in callbacks)
-            for name in names
-        )
 
     def _agree(self, answers: list[bool]) -> list[bool]:
         votes = torch.tensor([int(answer) for answer in answers], dtype=torch.int32)

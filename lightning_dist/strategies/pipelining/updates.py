@@ -39,6 +39,7 @@ from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.run_setup import RunSetup
 from lightning_dist.strategies.pipelining import checks
+from lightning_dist.strategies.pipelining.spent_gradients import SpentGradients
 
 if TYPE_CHECKING:
     from lightning_dist.strategies.pipelining.session import Session
@@ -76,11 +77,16 @@ class Updates:
         self._tied = tied
         self._on_update = on_update
         self._is_in_step = False
+        self._spent = SpentGradients(module)
         self._history = HyperparameterHistory(
             None
             if rate_correction is None
             else lambda: rate_correction.factor(module.trainer.global_step)
         )
+
+    def begin_batch(self) -> None:
+        """Makes room for the gradients of a batch."""
+        self._spent.drop()
 
     def backward(self, loss: Tensor, *, accumulating: bool) -> Tensor:
         """Installs the held gradients, between Lightning's hooks around the backward.
@@ -149,7 +155,7 @@ class Updates:
             if self._pipeline.batches_since_drain < self._pipeline.delay:
                 return closure()
             result = apply()
-        self._end_update()
+        self._end_update(optimizer)
         return result
 
     def drain(self, optimizer: Optimizer) -> None:
@@ -160,11 +166,12 @@ class Updates:
                     self._precision_plugin.optimizer_step(
                         optimizer, model=self._module, closure=lambda: self._install(optimizer)
                     )
-                self._end_update()
+                self._end_update(optimizer)
 
-    def _end_update(self) -> None:
+    def _end_update(self, optimizer: Optimizer) -> None:
         self._pipeline.end_update()
         self._history.end_update()
+        self._spent.end_update(optimizer)
 
     def _complete(self) -> None:
         self._complete_gradients()
@@ -276,6 +283,7 @@ class StageUpdates(RunSetup):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         arguments, session = checks.arguments_of_step(args, kwargs), self.session
+        session.updates.begin_batch()
         with self.stepping():
             result = session.runner.train(arguments, self.precision_plugin.train_step_context)
         if session.staleness_log is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_dist import PipelineStrategy
@@ -125,3 +126,23 @@ def test_hooks_reduce_over_stages(workers: WorkerPool, schedule: str) -> None:
     for found, left in workers.run(2, log_in_hooks, 2, schedule):
         assert found == pytest.approx(expected, abs=1e-12)
         assert not left
+
+
+def log_in_lambda(devices: int) -> dict[str, float]:
+    def log(trainer: Any, module: Any, optimizer: Any) -> None:
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        squares = sum(float(gradient.square().sum()) for gradient in gradients)
+        module.log("squares", squares, reduce_fx="sum", sync_dist=True, on_epoch=True)
+
+    strategy: Any = PipelineStrategy() if devices > 1 else "auto"
+    callbacks = [LambdaCallback(on_before_optimizer_step=log)]
+    trainer = make_trainer(devices=devices, strategy=strategy, callbacks=callbacks)
+    trainer.fit(make_module(Classifier), make_loader(), make_loader(8))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_functions_of_a_lambda_callback_reduce_over_stages(workers: WorkerPool) -> None:
+    expected = log_in_lambda(1)
+    assert "squares_epoch" in expected
+    for found in workers.run(2, log_in_lambda, 2):
+        assert found == pytest.approx(expected, abs=1e-6)

@@ -161,8 +161,8 @@ class Estimator:
         sums, mesh = self._sums_of(layout), layout.mesh
         parameters = sums.parameter_bytes / mesh.pp
         held = parameters / mesh.dp_shard * (2.0 + self.costs.states_per_parameter)
-        if mesh.pp > 1:
-            held += parameters * (2.0 if mesh.dp_shard > 1 else 1.0)
+        if mesh.pp > 1 and mesh.dp_shard > 1:
+            held += 2.0 * parameters
         return held + sums.kept_bytes / mesh.pp + sums.recomputed_bytes
 
     # --- estimates ---------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Estimator:
     def _fitting_partition(self, layout: Layout) -> tuple[int, ...]:
         layers = self.batch(layout).step.layers
         states, shards = self.costs.states_per_parameter, layout.mesh.dp_shard
-        per_byte = (3.0 + states) / shards + (2.0 if shards > 1 else 0.0)
+        per_byte = (2.0 + states) / shards + (2.0 if shards > 1 else 0.0)
         limit = MemoryLimit(
             cap_bytes=self.machine.memory_bytes - self.batch(layout).rest_bytes,
             resident_bytes=[per_byte * layer.parameter_bytes for layer in layers],

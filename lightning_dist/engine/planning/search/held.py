@@ -41,8 +41,8 @@ def memory_of_part(
 ) -> RankMemory:
     """Returns the memory of a rank with stages.
 
-    Their backwards end before the old gradients are zeroed. Sharded stages hold parameters and
-    accumulated gradients whole from the first micro-batch to the last.
+    Sharded stages hold parameters and accumulated gradients whole from the first micro-batch to the
+    last.
 
     Args:
         parameters: Bytes of the parameters of all its stages.

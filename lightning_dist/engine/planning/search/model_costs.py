@@ -40,12 +40,21 @@ class TensorCosts:
         num_layers: Layers that are sharded.
         num_messages: Collectives in a forward and backward.
         message_bytes: Bytes of these for each sample, each at its larger end.
+        meetings: How often the ranks sum activations in each layer's forward.
     """
 
     shares: tuple[float, ...]
     num_layers: int
     num_messages: int
     message_bytes: float
+    meetings: tuple[int, ...]
+
+    def on_each_rank(self, layers: Sequence[LayerCosts], num_ranks: int) -> list[LayerCosts]:
+        """Returns the costs of layers on each of some tensor-parallel ranks."""
+        return [
+            _shard(layer, 1.0 - share * (1.0 - 1.0 / num_ranks), count)
+            for layer, share, count in zip(layers, self.shares, self.meetings, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +130,7 @@ class ModelCosts:
             found = replace(found, step=found.step.times(self.waiting))
         layers = list(found.step.layers)
         if tp > 1:
-            shares = self.tensor[tp].shares
-            pairs = zip(layers, shares, strict=True)
-            layers = [_shard(layer, 1.0 - share * (1.0 - 1.0 / tp)) for layer, share in pairs]
+            layers = self.tensor[tp].on_each_rank(layers, tp)
         if recomputes:
             layers = [_recompute(layer) for layer in layers]
         if num_microbatches is not None:
@@ -202,9 +209,14 @@ def _blend(below: MeasuredBatch | None, above: MeasuredBatch, share: float) -> M
     )
 
 
-def _shard(layer: LayerCosts, left: float) -> LayerCosts:
-    """Returns a layer's costs on a rank that is left with a part of its parameters and work."""
-    kept = min(layer.activation_bytes, layer.boundary_bytes)  # its input, which is not sharded
+def _shard(layer: LayerCosts, left: float, num_meetings: int) -> LayerCosts:
+    """Returns a layer's costs on a rank that is left with a part of its parameters and work.
+
+    Where ranks have summed, each has a whole activation: the next norm's input, and its output
+    (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 4.2.1).
+    """
+    whole = max(1, 2 * num_meetings) * layer.boundary_bytes
+    kept = min(layer.activation_bytes, whole)
     return replace(
         layer,
         forward_seconds=layer.forward_seconds * left,

@@ -332,7 +332,7 @@ def _tensor_costs(
     its gradient. Both have the size of what a layer returns.
     """
     layers = batch.step.layers
-    sharded = [0.0] * len(layers)
+    sharded, meetings = [0.0] * len(layers), [0] * len(layers)
     sizes, num_layers = [], 0
     for name, style in styles.items():
         part = module.get_submodule(name)
@@ -343,6 +343,7 @@ def _tensor_costs(
         sharded[index] += sum(p.nbytes for p in part.parameters())
         if style is not Style.COLWISE:
             sizes.append(layers[index].boundary_bytes / batch.num_samples)
+            meetings[index] += 1
     pairs = zip(sharded, layers, strict=True)
     shares = tuple(own / max(1, layer.parameter_bytes) for own, layer in pairs)
-    return TensorCosts(shares, num_layers, 2 * len(sizes), 2.0 * sum(sizes))
+    return TensorCosts(shares, num_layers, 2 * len(sizes), 2.0 * sum(sizes), (*meetings,))

@@ -107,7 +107,7 @@ def test_layers_and_what_is_around_them() -> None:
     assert (second.forward_seconds, second.backward_seconds) == (2.0, 4.0)
     assert first.boundary_bytes == 3 * 4 * 4
     assert first.parameter_bytes == first.version_bytes == 5 * 4 * 4
-    assert first.resident_bytes == 3 * 5 * 4 * 4
+    assert first.resident_bytes == 2 * 5 * 4 * 4
     assert first.activation_bytes == 2 * 3 * 4 * 4
     assert found.own_forward_seconds == {2: 0.25}
     assert found.own_backward_seconds == {2: 0.5}
@@ -152,7 +152,7 @@ def test_layers_in_half_precision_hold_a_version_beside_their_masters() -> None:
     layer = rank.profiler.profile().layers[5]
     assert layer.parameter_bytes == 5 * 4 * 4
     assert layer.version_bytes == 5 * 4 * 2
-    assert layer.resident_bytes == 5 * 4 * (4 + 8 + 2)
+    assert layer.resident_bytes == 5 * 4 * (4 + 4 + 2)
     assert layer.activation_bytes == 2 * 3 * 4 * 2
 
 

@@ -35,5 +35,7 @@ def model(num_layers: int = 4, seed: int | None = None, tensor: bool = False) ->
     sizes = tuple(measured(size, num_layers, seed) for size in (1, 4))
     if not tensor:
         return ModelCosts(sizes)
-    sharded = TensorCosts((0.5,) * num_layers, 2 * num_layers, 2 * num_layers, 40.0)
+    sharded = TensorCosts(
+        (0.5,) * num_layers, 2 * num_layers, 2 * num_layers, 40.0, (1,) * num_layers
+    )
     return ModelCosts(sizes, tensor={2: sharded})

@@ -22,10 +22,19 @@ def test_a_micro_batch_between_and_beyond_the_measured_ones() -> None:
 
 
 def test_tensor_parallel_ranks_share_what_is_sharded() -> None:
-    layer = model(tensor=True).at(1, tp=2).step.layers[0]
-    assert (layer.forward_seconds, layer.backward_seconds) == (0.75, 1.5)
+    layer = model(tensor=True).at(10, tp=2).step.layers[0]
+    assert (layer.forward_seconds, layer.backward_seconds) == (7.5, 15.0)
     assert layer.parameter_bytes == 75
-    assert layer.activation_bytes == 4 + round(0.75 * 6)  # the input is whole on each rank
+
+
+@pytest.mark.parametrize(("count", "whole"), [(0, 40), (1, 80), (2, 100)])
+def test_tensor_parallel_ranks_hold_whole_activations_where_they_meet(
+    count: int, whole: int
+) -> None:
+    costs = model(tensor=True)
+    tensor = replace(costs.tensor[2], meetings=(count,) * 4)
+    layer = replace(costs, tensor={2: tensor}).at(10, tp=2).step.layers[0]
+    assert layer.activation_bytes == whole + round(0.75 * (100 - whole))
 
 
 def test_recomputed_layers_keep_inputs_and_run_twice() -> None:
