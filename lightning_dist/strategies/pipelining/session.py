@@ -28,6 +28,7 @@ from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.pipelining.hook_log import HookLog
 from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness, StalenessLog
 from lightning_dist.strategies.pipelining.step_runner import StepRunner
+from lightning_dist.strategies.pipelining.step_state import StepState
 from lightning_dist.strategies.pipelining.updates import Updates
 
 
@@ -56,6 +57,7 @@ class Session:
         pipeline: This rank's stages.
         channels: The channels to the other stages.
         metrics: The module's torchmetrics objects.
+        step_state: Shares what steps leave in the module.
         runner: Runs the user's steps.
         updates: Applies the gradients.
         tied: Sums the gradients of parameters that several stages use.
@@ -67,6 +69,7 @@ class Session:
     pipeline: Pipeline
     channels: Channels
     metrics: StageMetrics
+    step_state: StepState
     runner: StepRunner
     updates: Updates
     tied: TiedSums
@@ -84,6 +87,7 @@ class Session:
         if failed:
             self.pipeline.clear()
         self.hook_log.close()
+        self.step_state.close()
         self.metrics.detach()
         self.pipeline.detach()
         self.channels.close(failed=failed)
@@ -181,11 +185,15 @@ def open_session(
             source=last_rank,
             is_source=has_last,
         )
+        step_state = StepState(
+            module, split.tensors_outside(module), pp_group, last_rank, is_source=has_last
+        )
         runner = StepRunner(
             module,
             pipeline,
             channels,
             metrics,
+            step_state,
             evaluation_microbatches=config.evaluation_microbatches(mesh.pp),
             change_step=None if wrapped is None else wrapped.change_step,
             half=half,
@@ -204,6 +212,7 @@ def open_session(
             pipeline=pipeline,
             channels=channels,
             metrics=metrics,
+            step_state=step_state,
             runner=runner,
             updates=updates,
             tied=tied,

@@ -28,6 +28,7 @@ from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.pipelining.step_log import Outcome, Outcomes, StepLog
+from lightning_dist.strategies.pipelining.step_state import StepState
 
 _EVALUATION_STEPS = {
     RunningStage.SANITY_CHECKING: "validation_step",
@@ -45,6 +46,7 @@ class StepRunner:
         pipeline: This rank's stages.
         channels: The channels of this rank.
         metrics: The module's torchmetrics objects.
+        step_state: Watches what steps change in the module.
         evaluation_microbatches: Most micro-batches of a batch that runs forward only.
         change_step: Wraps each of the user's steps; None for none.
         half: Has the loss scale, if steps run in half precision.
@@ -56,6 +58,7 @@ class StepRunner:
         pipeline: Pipeline,
         channels: Channels,
         metrics: StageMetrics,
+        step_state: StepState,
         *,
         evaluation_microbatches: int,
         change_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
@@ -64,6 +67,7 @@ class StepRunner:
         self._module = module
         self._pipeline = pipeline
         self._metrics = metrics
+        self._step_state = step_state
         self._evaluation_microbatches = evaluation_microbatches
         self._change_step = change_step
         self._half = half
@@ -183,7 +187,7 @@ class StepRunner:
 
         def step(microbatch: Microbatch) -> Any:
             recording = self._log.recording(microbatch.num_samples)
-            with context(), recording, self._metrics.in_step():
+            with context(), recording, self._metrics.in_step(), self._step_state.in_step():
                 result = method(microbatch.content, *rest)
             weight = weight_of(result)
             if weight is not None:

@@ -1,0 +1,177 @@
+"""What steps leave in the module, for the hooks at the end of an epoch.
+
+Only the last stage runs a step to its end. What a step appends to a list there, or adds to a
+number or a buffer of the module, ``on_validation_epoch_end`` and its like read on each rank. So the
+last stage watches what its steps change, and sends that before these hooks: attributes of the
+module that are numbers, strings, tensors or containers, and buffers outside of the layers. What
+hooks change is each rank's own.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.strategies.base.callback_order import add_first_callback
+
+_CONTAINERS = (list, dict, set, deque)
+_KINDS = (*_CONTAINERS, tuple, int, float, complex, str, Tensor, type(None))
+_ENDS = (
+    "on_train_epoch_end",
+    "on_validation_epoch_end",
+    "on_test_epoch_end",
+    "on_predict_epoch_end",
+)
+_MOST_INSIDE = 32  # lists of a few loaders, dicts of a few names; longer ones are of samples
+
+
+class StepState:
+    """Attributes and buffers of the module that steps change on the last stage.
+
+    Args:
+        module: The user's module.
+        outside: Tensors outside of the pipelined layers.
+        stages: A gloo group of the stages of this replica.
+        source: Global rank of the last stage.
+        is_source: Whether this rank is the last stage.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        outside: Iterable[Tensor],
+        stages: dist.ProcessGroup,
+        source: int,
+        *,
+        is_source: bool,
+    ) -> None:
+        self._module = module
+        self._stages = stages
+        self._source = source
+        self._is_source = is_source
+        self._base_names = {*vars(pl.LightningModule())}
+        ids = {id(tensor) for tensor in outside}
+        self._buffers = [name for name, buffer in module.named_buffers() if id(buffer) in ids]
+        self._changed: set[str] = set()
+        self._is_shared = True
+        ends: Any = dict.fromkeys(_ENDS, lambda *_: self.share())
+        self._undo = [add_first_callback(module.trainer, LambdaCallback(**ends))]
+        for name in _ENDS:  # a learning rate finder takes the callbacks away
+            self._undo.append(replace_method(module, name, self._sharing(getattr(module, name))))
+
+    def close(self) -> None:
+        """Ends the sending."""
+        for undo in reversed(self._undo):
+            undo()
+
+    def _sharing(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(hook)
+        def shared(*args: Any, **kwargs: Any) -> Any:
+            self.share()
+            return hook(*args, **kwargs)
+
+        return shared
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Watches a step, if this rank runs it to its end."""
+        self._is_shared = False
+        if not self._is_source:
+            yield
+            return
+        before = {name: (value, _mark(value)) for name, value in self._named()}
+        yield
+        for name, value in self._named():
+            old, mark = before.get(name, (before, None))
+            if value is not old or _mark(value) != mark:
+                self._changed.add(name)
+
+    def share(self) -> None:
+        """Sends what steps have changed. Collective: all stages of a replica call it."""
+        if self._is_shared:  # since the last step
+            return
+        self._is_shared = True
+        packed: list[bytes | None] = [self._pack() if self._changed else None]
+        self._changed.clear()
+        dist.broadcast_object_list(packed, src=self._source, group=self._stages)
+        if packed[0] is None:
+            return
+        place = partial(_place, str(self._module.device))
+        found = torch.load(io.BytesIO(packed[0]), map_location=place, weights_only=False)
+        for name in found["unsent"]:
+            rank_zero_warn(
+                f"A step has changed `self.{name}`, of which a copy cannot be pickled. So hooks at"
+                " the end of an epoch have it on the last stage only."
+            )
+        for name, value in found["values"].items() if not self._is_source else ():
+            self._set(name, value)
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(self._module).items():
+            if name not in self._base_names and isinstance(value, _KINDS):
+                yield name, value
+        for name in self._buffers:
+            yield name, self._module.get_buffer(name)
+
+    def _pack(self) -> bytes:
+        values = {name: value for name, value in self._named() if name in self._changed}
+        unsent = [name for name, value in values.items() if not _can_be_sent(value)]
+        for name in unsent:
+            del values[name]
+        packed = io.BytesIO()
+        torch.save({"values": values, "unsent": unsent}, packed)
+        return packed.getvalue()
+
+    @torch.no_grad()
+    def _set(self, name: str, value: Any) -> None:
+        if name in self._buffers:
+            self._module.get_buffer(name).copy_(value)
+            return
+        mine: Any = getattr(self._module, name, None)
+        if type(mine) is not type(value) or not isinstance(value, _CONTAINERS):
+            setattr(self._module, name, value)
+            return
+        mine.clear()  # others may have the same object
+        if isinstance(mine, list | deque):
+            mine.extend(value)
+        else:
+            assert isinstance(mine, dict | set)
+            mine.update(value)
+
+
+def _mark(value: Any, depth: int = 2) -> Any:
+    """Returns what changes with a value that stays the same object."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    if not isinstance(value, (*_CONTAINERS, tuple)):
+        return None
+    inside = value.values() if isinstance(value, Mapping) else value
+    last = id(value[-1]) if value and isinstance(value, list | deque) else None
+    few = len(value) <= _MOST_INSIDE and depth > 0
+    return len(value), last, [(id(v), _mark(v, depth - 1)) for v in inside] if few else None
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        torch.save(value, io.BytesIO())
+    except Exception:  # any class may raise anything
+        return False
+    return True
+
+
+def _place(device: str, storage: Any, location: str) -> Any:
+    """Puts what was on the sender's device on this rank's."""
+    on = location if location == "cpu" else device
+    return torch.serialization.default_restore_location(storage, on)

@@ -1,0 +1,148 @@
+"""What steps keep in the module is there for the hooks at the end of an epoch, on each rank."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections import Counter, defaultdict, deque
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_dist import MeshStrategy, PipelineStrategy
+from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
+
+
+class Keeping(Classifier):
+    """Keeps outputs and counts in each way that users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits: list[Tensor] = []
+        self.by_loader: dict[int, list[Tensor]] = defaultdict(list)
+        self.num_right = 0
+        self.classes: set[int] = set()
+        self.counts: Counter[int] = Counter()
+        self.latest: deque[float] = deque(maxlen=2)
+        self.moving: Tensor | None = None
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.long))
+        self._losses: list[Tensor] = []
+        self.ranks: list[int] = []
+        self.found: dict[str, Any] = {}
+
+    def _keep(self, x: Tensor, y: Tensor, loader: int = 0) -> Tensor:
+        logits = self.model(x)
+        best = logits.argmax(-1)
+        self.logits.append(logits)
+        self.by_loader[loader].append(logits)
+        self.num_right += int((best == y).sum())
+        self.classes |= {*best.tolist()}
+        self.counts.update(best.tolist())
+        self.latest.extend(logits[:, 0].tolist())
+        self.moving = logits[-1]
+        self.seen += torch.bincount(y, minlength=3)
+        return F.cross_entropy(logits, y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self._keep(*batch)
+        self._losses.append(loss * len(batch[0]))  # with its graph, as it happens
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._keep(*batch, dataloader_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._keep(*batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._keep(*batch)
+        return self.logits[-1]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ranks.append(int(os.environ.get("RANK", 0)))  # a rank's own
+
+    def _end(self, stage: str) -> None:
+        of_loaders = [torch.cat(self.by_loader[loader]) for loader in sorted(self.by_loader)]
+        assert self.moving is not None
+        tensors = [torch.cat(self.logits), *of_loaders, self.moving, self.seen]
+        self.found[stage] = [tensor.detach().clone() for tensor in tensors]
+        plain = {self.num_right, *self.classes}, dict(self.counts), [*map(float, self.latest)]
+        self.found[f"{stage} plain"] = plain
+        self.logits.clear()
+        self.by_loader.clear()
+        self.num_right = 0
+        self.classes, self.counts, self.latest = set(), Counter(), deque(maxlen=2)
+
+    def on_train_epoch_end(self) -> None:
+        total = torch.stack(self._losses).sum().detach()
+        self.found["train"] = [total, self.seen.clone()]
+        self.found["train plain"] = {self.num_right}, {}, []  # validation has begun anew
+        self._losses.clear()
+
+    def on_validation_epoch_end(self) -> None:
+        self._end("validate")
+
+    def on_test_epoch_end(self) -> None:
+        self._end("test")
+
+    def on_predict_epoch_end(self) -> None:
+        self._end("predict")
+
+
+def keep(devices: int, name: str) -> tuple[dict[str, Any], list[int]]:
+    strategy: Any = "auto"
+    if devices > 1:
+        strategy = MeshStrategy(pp=2) if name == "mesh" else PipelineStrategy(schedule=name)
+    module = make_module(Keeping)
+    trainer = make_trainer(devices=devices, strategy=strategy, limit_val_batches=2, max_epochs=2)
+    trainer.fit(module, make_loader(16), [make_loader(8), make_loader(8)])
+    trainer.test(module, make_loader(8), verbose=False)
+    trainer.predict(module, make_loader(8))
+    return module.found, module.ranks
+
+
+@pytest.mark.some("1f1b", "mesh")
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv", "mesh"])
+def test_all_ranks_have_what_one_device_has(workers: WorkerPool, name: str) -> None:
+    expected, _ = keep(1, name)
+    assert {*expected} >= {"train", "validate", "test", "predict"}
+    for rank, (found, ranks) in enumerate(workers.run(2, keep, 2, name)):
+        assert ranks == [rank] * len(ranks) != []
+        for stage in ("train", "validate", "test", "predict"):
+            for tensor, other in zip(found[stage], expected[stage], strict=True):
+                assert torch.allclose(tensor, other, rtol=0, atol=1e-12), stage
+            right, counts, latest = expected[f"{stage} plain"]
+            assert found[f"{stage} plain"][:2] == (right, counts)
+            assert found[f"{stage} plain"][2] == pytest.approx(latest, abs=1e-12)
+
+
+class Locked(Classifier):
+    """Keeps what cannot be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.model(batch[0])
+        self.kept.append(threading.Lock())
+
+
+def keep_locked() -> tuple[int, list[str]]:
+    module = make_module(Locked)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(devices=2, strategy=PipelineStrategy()).validate(module, make_loader(8))
+    return len(module.kept), [str(w.message) for w in caught if "kept" in str(w.message)]
+
+
+def test_what_cannot_be_pickled_stays_and_is_named(workers: WorkerPool) -> None:
+    (first, (message,)), (last, silent) = workers.run(2, keep_locked)
+    assert (first, silent) == (0, [])
+    assert last > 0
+    assert "`self.kept`, of which a copy cannot be pickled" in message
