@@ -39,9 +39,10 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     to_numbers,
 )
 from lightning_dist.engine.checkpoint.places import is_local, place_of
+from lightning_dist.engine.checkpoint.saved_names import sharding_what_is_loaded
 from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
 from lightning_dist.engine.splitting.split import PipelineSplit
-from lightning_dist.engine.tensors.dtensor import gather, is_dtensor, shard_like
+from lightning_dist.engine.tensors.dtensor import gather, is_dtensor
 from lightning_dist.engine.tensors.tree import map_leaves
 from lightning_dist.strategies.base.async_saving import AsyncSaving
 from lightning_dist.strategies.base.loaders.loader_states import (
@@ -344,16 +345,12 @@ class LayoutFreeCheckpoints(AsyncSaving):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         foreign = self.foreign_names()
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        own = {
-            name: shard_like(value, parameters[name]) if name in parameters else value
-            for name, value in checkpoint["state_dict"].items()
-            if name not in foreign
-        }
+        own = {n: value for n, value in checkpoint["state_dict"].items() if n not in foreign}
         if foreign:  # a module that has not been cut yet keeps its own values of them
             present = self._own_state()
             own |= {name: present[name] for name in foreign & present.keys()}
-        self.module.load_state_dict(own, strict=strict)
+        with sharding_what_is_loaded(self.module):
+            self.module.load_state_dict(own, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

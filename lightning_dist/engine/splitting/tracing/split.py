@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from lightning_dist.engine.checkpoint.saved_names import names_of_saved
 from lightning_dist.engine.precision.casts import TracedCasts, as_in_step, cast
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.schedules.family import stages_of_rank
@@ -49,7 +50,13 @@ class UncutError(ValueError):
 
 @dataclass(frozen=True)
 class TracedSplit(PipelineSplit):
-    """One rank's part of a module that was traced."""
+    """One rank's part of a module that was traced.
+
+    Attributes:
+        saved: Name of each tensor in the state dict of the whole model, by its key there.
+    """
+
+    saved: Mapping[str, str]
 
     @property
     @override
@@ -91,13 +98,15 @@ class TracedSplit(PipelineSplit):
 
     @override
     def foreign_names(self) -> set[str]:
-        return self._all_names - self._names_in(self._own_layers)
+        foreign = self._all_names - self._names_in(self._own_layers)
+        return {key for key, name in self.saved.items() if name in foreign}
 
     @override
     def is_stored_here(self, name: str) -> bool:
-        if name not in self._all_names:
+        tensor = self.saved.get(name, name)
+        if tensor not in self._all_names:
             return self.has_last
-        return name in self._names_in(self._own_layers)
+        return tensor in self._names_in(self._own_layers)
 
 
 def find_traced_split(
@@ -149,7 +158,11 @@ def find_traced_split(
         )
     layers = TracedLayers(sequence)
     partition = _choose_partition(layers, sequence.program, config, len(rank_of_stage), path)
+    away = sequence.away
+    with nullcontext() if away is None else away.as_empty(None):
+        saved = names_of_saved(module)
     return TracedSplit(
+        saved=saved,
         path=path,
         layers=layers,
         layers_per_stage=partition,

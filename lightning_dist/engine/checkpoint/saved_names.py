@@ -1,0 +1,58 @@
+"""Names in a state dict that are not those of parameters: hooks of modules may rename.
+
+A module that was once written otherwise has hooks that give its tensors their old names in
+checkpoints, and take these names back (``register_state_dict_post_hook``,
+``register_load_state_dict_pre_hook``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_dist.engine.tensors.dtensor import shard_like
+
+
+def names_of_saved(module: nn.Module) -> dict[str, str]:
+    """Returns the parameter's or buffer's name for each tensor of a module's state dict.
+
+    Args:
+        module: The module, with all of its tensors.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(tensor), []).append(name)
+    found = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        own = names.get(id(value), [key])
+        found[key] = key if key in own else own[0]
+    return found
+
+
+@contextmanager
+def sharding_what_is_loaded(module: nn.Module) -> Iterator[None]:
+    """Lets ``load_state_dict`` take whole tensors for sharded parameters.
+
+    They are sharded behind all hooks that rename them.
+
+    Args:
+        module: The module that is loaded.
+    """
+    with ExitStack() as undo:
+        for part in module.modules():
+            handle = part.register_load_state_dict_pre_hook(_shard)
+            undo.callback(handle.remove)
+        yield
+
+
+def _shard(part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in part.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor):
+            state[prefix + name] = shard_like(value, parameter)
