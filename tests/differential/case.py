@@ -35,10 +35,13 @@ class Case:
         callbacks: Keys of ``dials.callbacks.CALLBACKS``.
         logs: Keys of ``dials.module.LOGS``.
         parameter_hooks: Keys of ``dials.models.PARAMETER_HOOKS``.
+        layer_hooks: Keys of ``dials.layer_hooks.LAYER_HOOKS``.
+        loss_depends_on: What ``training_step`` multiplies its loss by a function of.
         returns: What ``training_step`` returns; with a weight its loss is a weighted mean.
         stepping: Who steps optimizers: Lightning, an ``optimizer_step`` that warms the rate up, or
             the training step, with one or two of them.
         data: Key of ``dials.data.LOADERS``.
+        data_module: Whether a ``LightningDataModule`` has the loaders.
         batch_size: Samples of a global batch.
         num_batches: Global batches of an epoch.
         last_batch: Samples of an epoch's last global batch.
@@ -49,6 +52,7 @@ class Case:
         log_every_n_steps: As for ``Trainer``.
         sanity_steps: Validation batches ahead of training.
         val_loaders: Number of validation loaders.
+        val_outputs: Whether validation keeps outputs, for a value at its end.
         options: Keys of ``run.TRAINER_OPTIONS``.
         fits: How often the module is fitted: once, again by the trainer for as many epochs more,
             or anew by another trainer.
@@ -76,9 +80,12 @@ class Case:
     callbacks: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
     parameter_hooks: tuple[str, ...] = ()
+    layer_hooks: tuple[str, ...] = ()
+    loss_depends_on: Literal["global_step", "epoch", "batch_idx"] | None = None
     returns: Literal["loss", "dict", "weight"] = "loss"
     stepping: Literal["automatic", "own_step", "manual", "two_manual"] = "automatic"
     data: str = "ordered"
+    data_module: bool = False
     batch_size: int = 8
     num_batches: int = 4
     last_batch: int = 8
@@ -89,6 +96,7 @@ class Case:
     log_every_n_steps: int = 1
     sanity_steps: int = 0
     val_loaders: int = 1
+    val_outputs: bool = False
     options: tuple[str, ...] = ()
     fits: Literal["once", "again", "anew"] = "once"
     validates_first: bool = False

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.differential.case import ROUGH_PRECISIONS, Case
 from tests.differential.dials.callbacks import CALLBACKS
 from tests.differential.dials.data import LOADERS, OF_ONE_READER
+from tests.differential.dials.layer_hooks import LAYER_HOOKS
 from tests.differential.dials.models import (
     MODELS,
     OF_SHARED_PARAMETERS,
@@ -213,9 +214,16 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         callbacks=callbacks,
         logs=tuple(log for log in LOGS if log in logs),
         parameter_hooks=draw(_some(_parameter_hooks(entry, model, accumulate), 1)),
+        # What one case has compiled without hooks, torch runs in the next one with hooks.
+        layer_hooks=() if model == "compiled" else draw(_some(list(LAYER_HOOKS), 2)),
+        loss_depends_on=draw(
+            st.sampled_from((None, None, None, "global_step", "epoch", "batch_idx"))
+        ),
         returns=returns,  # type: ignore[arg-type]
         stepping=stepping,  # type: ignore[arg-type]
         data=draw(st.sampled_from(data)),
+        # A step that is run ahead reads a batch ahead, too.
+        data_module=name not in ("traced", "auto") and draw(st.sampled_from((False, False, True))),
         num_batches=num_batches,
         last_batch=draw(st.sampled_from([n for n in (8, 4, 6, 5, 7) if n % entry.replicas == 0])),
         epochs=epochs,
@@ -226,6 +234,7 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         log_every_n_steps=draw(st.integers(1, 1 if "stop_first_rank" in callbacks else 3)),
         sanity_steps=draw(st.sampled_from((0, 0, 1, 2))),
         val_loaders=1 if needs_validation else draw(st.sampled_from((1, 1, 2))),
+        val_outputs=draw(st.booleans()),
         options=options,
         fits=draw(st.sampled_from(("once", "once", "once", "again", "anew"))),  # type: ignore[arg-type]
         validates_first=draw(st.sampled_from((False, False, True))),

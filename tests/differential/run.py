@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_dist.callbacks import MixedPrecision
 from tests.differential.case import Case
 from tests.differential.dials.callbacks import WRITING, SaveAtStep, make_callbacks
-from tests.differential.dials.data import Place, make_loader, make_validation_loader
+from tests.differential.dials.data import Loaders, Place, make_validation_loader
 from tests.differential.dials.module import Task, make_task
 from tests.differential.dials.strategies import STRATEGIES
 from tests.differential.observe import (
@@ -152,22 +152,29 @@ def _fit(
     trainer = _make_trainer(case, seen, folder, make(), devices, until)
     place = _place(trainer, case) if devices > 1 else Place()
     torch.manual_seed(100 + trainer.global_rank)  # as good as no seed
-    validation = [make_validation_loader(case, place) for _ in range(case.val_loaders)]
-    loaders = make_loader(case, place), validation if case.val_loaders > 1 else validation[0]
+    data = Loaders(case, place, events if case.data_module else [])
+    loaders: dict[str, Any] = {"datamodule": data}
+    validation = loaders
+    if not case.data_module:
+        validation = {"dataloaders": data.val_dataloader()}
+        loaders = {
+            "train_dataloaders": data.train_dataloader(),
+            "val_dataloaders": validation["dataloaders"],
+        }
     if case.lr_find and resumed is None:
         seen.progress["lr_find"] = _find_rate(trainer, task, loaders)
         seen.rows.clear()
         events.clear()
     if case.validates_first:
-        trainer.validate(task, loaders[1], verbose=False)
-    trainer.fit(task, *loaders, ckpt_path=resumed, weights_only=False)
+        trainer.validate(task, **validation, verbose=False)
+    trainer.fit(task, **loaders, ckpt_path=resumed, weights_only=False)
     if until is not None or case.fits == "once":
         return trainer, task
     if case.fits == "anew":
         trainer = _make_trainer(case, seen, folder, make(), devices)
     else:
         trainer.fit_loop.max_epochs += case.epochs  # type: ignore[operator]
-    trainer.fit(task, *loaders)
+    trainer.fit(task, **loaders)
     return trainer, task
 
 
@@ -220,7 +227,7 @@ def _make_trainer(
 def _evaluate(case: Case, seen: Observation, trainer: L.Trainer, task: Task) -> None:
     place = _place(trainer, case) if trainer.world_size > 1 else Place()
     loader = make_validation_loader(case, place)
-    best = "best" if "best" in case.callbacks else None
+    best = ("last" if case.epochs > 1 else "best") if "best" in case.callbacks else None
     trainer.test(task, loader, ckpt_path=best, verbose=False, weights_only=False)
     seen.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
     predicted = trainer.predict(task, loader)
@@ -237,7 +244,7 @@ def _place(trainer: L.Trainer, case: Case) -> Place:
 def _find_rate(trainer: L.Trainer, task: Task, loaders: Any) -> dict[str, Any]:
     finder = Tuner(trainer).lr_find(
         task,
-        *loaders,
+        **loaders,
         min_lr=1e-4,
         max_lr=0.5,
         num_training=6,

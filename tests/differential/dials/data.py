@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import lightning as L
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -130,8 +134,17 @@ def _as_list(samples: list[Any]) -> list[Tensor]:
     return [torch.cat([x, y.to(x.dtype).reshape(1)]) for x, y in samples]
 
 
+def _as_lengths(samples: list[Any]) -> Any:
+    """Cuts texts to a length that differs from batch to batch."""
+    x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+    return (x, y) if x.is_floating_point() else (x[:, : 2 + int(y.sum()) % 4], y)
+
+
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
     """Takes a batch of any of the loaders apart."""
+    if isinstance(batch, Mapping) and "more" in batch:
+        parts = [inputs_and_targets(part) for part in batch.values()]
+        return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
     if isinstance(batch, Mapping):
         return batch["x"] * int(batch["scale"]), batch["y"]
     if isinstance(batch, Samples | Pair):
@@ -149,15 +162,33 @@ COLLATES: dict[str, Callable[[list[Any]], Any]] = {
     "list": _as_list,
     "dataclass": _as_dataclass,
     "named": _as_named,
+    "lengths": _as_lengths,
 }
-LOADERS = ("ordered", "shuffled", "stream", *COLLATES, "augmented", "drawn", "workers")
-OF_ONE_READER = ("augmented", "drawn")
-"""Loaders that give each process other samples: only with one reader are they one device's."""
+LOADERS = (
+    "ordered",
+    "shuffled",
+    "stream",
+    *COLLATES,
+    "augmented",
+    "drawn",
+    "workers",
+    "batch_sampler",
+    "two",
+    "two_shortest",
+)
+OF_ONE_READER = ("augmented", "drawn", "lengths")
+"""Loaders whose samples are those of one device only with one reader."""
 
 
-def make_loader(case: Case, place: Place) -> DataLoader[Any]:
-    """Builds the loader of training batches."""
-    seed = int(torch.randint(1000, ())) if case.data == "drawn" else 3
+def make_loader(case: Case, place: Place) -> Any:
+    """Builds the loader of training batches, or several."""
+    if case.data not in ("two", "two_shortest"):
+        return _make_one(case, place, int(torch.randint(1000, ())) if case.data == "drawn" else 3)
+    both = {"first": _make_one(case, place, 3), "more": _make_one(case, place, 4)}
+    return both if case.data == "two" else CombinedLoader(both, "min_size")
+
+
+def _make_one(case: Case, place: Place, seed: int) -> DataLoader[Any]:
     samples: Any = samples_of(case, case.num_samples, seed)
     batch_size = case.batch_size // place.num_replicas
     collate = COLLATES.get(case.data)
@@ -166,6 +197,10 @@ def make_loader(case: Case, place: Place) -> DataLoader[Any]:
         return DataLoader(stream, batch_size, collate_fn=collate)
     if case.data == "augmented":
         samples = Augmented(samples)
+    if case.data == "batch_sampler":
+        own_sampler = ShareOf(SequentialSampler(samples), place)
+        batches = BatchSampler(own_sampler, batch_size, drop_last=False)
+        return DataLoader(samples, batch_sampler=batches)
     if case.data != "shuffled":
         sampler = ShareOf(SequentialSampler(samples), place)
         # As in a script; a pool's worker would start an interpreter, for many seconds on a busy
@@ -187,3 +222,58 @@ def make_validation_loader(case: Case, place: Place) -> DataLoader[Any]:
     own = Subset(samples, range(place.rank, num_samples, place.num_replicas))
     collate = COLLATES.get(case.data)
     return DataLoader(own, case.batch_size // place.num_replicas, collate_fn=collate)
+
+
+class Loaders(L.LightningDataModule):
+    """Has the loaders, and a number that goes into checkpoints.
+
+    Args:
+        case: Names the loaders.
+        place: Which share to read.
+        events: Gets the names of hooks that are called.
+    """
+
+    def __init__(self, case: Case, place: Place, events: list[str]) -> None:
+        super().__init__()
+        self._case = case
+        self._place = place
+        self._events = events
+        self._factor = 0.5
+
+    def setup(self, stage: str) -> None:
+        self._events.append(f"data.setup {stage}")
+
+    def teardown(self, stage: str) -> None:
+        self._events.append(f"data.teardown {stage}")
+
+    def train_dataloader(self) -> Any:
+        self._events.append("data.train_dataloader")
+        return make_loader(self._case, self._place)
+
+    def val_dataloader(self) -> Any:
+        self._events.append("data.val_dataloader")
+        loaders = [
+            make_validation_loader(self._case, self._place) for _ in range(self._case.val_loaders)
+        ]
+        return loaders if len(loaders) > 1 else loaders[0]
+
+    def test_dataloader(self) -> Any:
+        return make_validation_loader(self._case, self._place)
+
+    predict_dataloader = test_dataloader
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert self.trainer is not None
+        return _scaled(batch, self._factor if self.trainer.training else 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self._factor}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._factor = state_dict["factor"] * 0.5
+
+
+def _scaled(batch: Any, factor: float) -> Any:
+    return apply_to_collection(
+        batch, Tensor, lambda given: given * factor if given.is_floating_point() else given
+    )

@@ -82,6 +82,45 @@ class InPlace(nn.Module):
         return F.elu(x, inplace=True) + self.linear(x).mul_(0.5)
 
 
+class Drawn(Block):
+    """Scales by a number that is drawn once, and saved with the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = float(torch.rand(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+class Renamed(Block):
+    """Has other names in a checkpoint, as a model that was once written otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(_layer_norm)
+        self.register_state_dict_post_hook(_to_old_names)
+        self.register_load_state_dict_pre_hook(_to_new_names)
+
+
+def _rename(state: dict[str, Any], prefix: str, name: str, other: str) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}{name}.")]:
+        state[f"{prefix}{other}." + key.removeprefix(f"{prefix}{name}.")] = state.pop(key)
+
+
+def _to_old_names(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    _rename(state, prefix, "linear", "projection")
+
+
+def _to_new_names(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    _rename(state, prefix, "projection", "linear")
+
+
 class Masked(nn.Module):
     """Passes a mask, numbers and the model's input on to each layer, beside what it computes."""
 
@@ -218,6 +257,15 @@ def _weight_norm() -> nn.Sequential:
     return model
 
 
+def _extra_state() -> nn.Sequential:
+    return nn.Sequential(*(Drawn() for _ in range(5)), nn.Linear(FEATURES, CLASSES))
+
+
+def _renamed() -> nn.Sequential:
+    layers = [Block(), Renamed(), Block(), Renamed(), Block()]
+    return nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
+
+
 def _sparse() -> nn.Sequential:
     return nn.Sequential(Pool(sparse=True), *(Block() for _ in range(4)), TiedHead())
 
@@ -274,6 +322,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Loss]] = {
     "compiled": (_compiled, _classify),
     "weight_norm": (_weight_norm, _classify),
     "sparse": (_sparse, _classify),
+    "extra_state": (_extra_state, _classify),
+    "renamed": (_renamed, _classify),
 }
 OF_TOKENS = ("tokens", "tied", "sparse")
 OF_SHARED_PARAMETERS = ("tied", "repeated")

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.differential.case import Case
+from tests.differential.case import ROUGH_PRECISIONS, Case
 from tests.differential.dials.data import inputs_and_targets
+from tests.differential.dials.layer_hooks import LAYER_HOOKS
 from tests.differential.dials.models import (
     CLASSES,
     MODELS,
@@ -81,6 +82,7 @@ class Task(L.LightningModule):
         self.val_accuracy = MulticlassAccuracy(num_classes, average="macro")
         self.outputs: list[float] = []
         self.blocks: list[int] = []
+        self.val_logits: list[Tensor] = []
         self.has_replicas = STRATEGIES[case.strategy].replicas > 1
 
     def _build(self) -> None:
@@ -89,6 +91,8 @@ class Task(L.LightningModule):
             setattr(parameter, NOT_DECAYED, parameter.ndim <= 1)
         for name in self.case.parameter_hooks:
             PARAMETER_HOOKS[name](self.model)
+        for name in self.case.layer_hooks:
+            LAYER_HOOKS[name](self.model)
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -125,13 +129,21 @@ class Task(L.LightningModule):
         if self.case.returns == "weight":
             loss = F.cross_entropy(logits_of(output), y, self.class_weights)
             return {"loss": loss, "weight": self.class_weights[y].sum()}
-        loss = self.loss_of(self.model, output, y)
+        loss = self.loss_of(self.model, output, y) * self._factor(batch_idx)
         self._log_step(loss, logits_of(output), y)
         if self.case.is_manual:
             self._step_by_hand(loss, batch_idx)
         if self.case.returns == "dict":
             return {"loss": loss, "twice": 2 * loss.detach()}
         return loss
+
+    def _factor(self, batch_idx: int) -> float:
+        counts = {
+            "global_step": self.global_step,
+            "epoch": self.current_epoch,
+            "batch_idx": batch_idx,
+        }
+        return 1.0 / (1.0 + counts.get(self.case.loss_depends_on or "", 0))
 
     def _step_by_hand(self, loss: Tensor, batch_idx: int) -> None:
         """Steps the first optimizer for each batch, and a second one for every two."""
@@ -181,10 +193,18 @@ class Task(L.LightningModule):
         x, y = inputs_and_targets(batch)
         output = self.model(x)
         self._log("val_loss", self.loss_of(self.model, output, y))
-        if dataloader_idx > 0:  # a metric is that of one loader
+        if self.case.val_outputs:
+            self.val_logits.append(logits_of(output))
+        # A metric is that of one loader, and rounding decides what class a sample has.
+        if dataloader_idx > 0 or self.case.precision in ROUGH_PRECISIONS:
             return
         self.val_accuracy(logits_of(output), y)
         self.log("val_accuracy", self.val_accuracy)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.case.val_outputs:
+            self._log("val_spread", torch.cat(self.val_logits).double().square().mean())
+            self.val_logits.clear()
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         x, y = inputs_and_targets(batch)
