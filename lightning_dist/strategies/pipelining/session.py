@@ -26,6 +26,7 @@ from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.pipelining.hook_log import HookLog
+from lightning_dist.strategies.pipelining.logger_calls import LoggerCalls
 from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness, StalenessLog
 from lightning_dist.strategies.pipelining.step_runner import StepRunner
 from lightning_dist.strategies.pipelining.step_state import StepState
@@ -176,7 +177,8 @@ def open_session(
         )
         if_it_fails.callback(pipeline.detach)
         log = None if logged is None else StalenessLog(module, pipeline, logged)
-        last_rank = dist.get_process_group_ranks(pp_group)[homes[-1]]
+        pp_ranks = dist.get_process_group_ranks(pp_group)
+        last_rank = pp_ranks[homes[-1]]
         has_last = pipeline.stages.has_last
         metrics = StageMetrics(
             module,
@@ -194,6 +196,7 @@ def open_session(
             channels,
             metrics,
             step_state,
+            LoggerCalls(module.trainer, is_source=has_last and 0 in pp_ranks),
             evaluation_microbatches=config.evaluation_microbatches(mesh.pp),
             change_step=None if wrapped is None else wrapped.change_step,
             half=half,

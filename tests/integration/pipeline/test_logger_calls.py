@@ -1,0 +1,131 @@
+"""Calls of loggers in steps reach rank 0's loggers, as on one device."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import matplotlib
+import pytest
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from matplotlib import pyplot as plt
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from lightning_dist import MeshStrategy, PipelineStrategy
+from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
+
+matplotlib.use("agg")
+
+
+class Showing(Classifier):
+    """Calls its loggers in steps, before the model and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folders: set[str] = set()
+
+    def _show(self, name: str, x: Tensor, batch_idx: int) -> Tensor:
+        board: Any = self.logger
+        assert isinstance(board, TensorBoardLogger)
+        self.folders.add(f"{board.save_dir}/{board.name}")
+        board.log_metrics({f"{name}_begun": float(batch_idx)}, step=batch_idx)
+        logits = self.model(x)
+        board.experiment.add_histogram(f"{name}_logits", logits, batch_idx)
+        board.experiment.add_scalar(f"{name}_mean", logits.detach().mean(), global_step=batch_idx)
+        figure, axes = plt.subplots()
+        axes.plot(logits.detach().flatten().numpy())
+        board.experiment.add_figure(f"{name}_figure", figure, batch_idx)
+        plt.close(figure)
+        self.loggers[1].log_metrics({f"{name}_csv": float(logits.detach().mean())}, step=batch_idx)
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self._show("train", batch[0], batch_idx), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._show("val", batch[0], batch_idx)
+
+
+def show(devices: int, name: str, folder: str) -> set[str]:
+    strategy: Any = "auto"
+    if devices == 2:
+        strategy = PipelineStrategy(schedule=name)
+        if name in ("gpipe", "1f1b"):
+            strategy = PipelineStrategy(schedule=name, num_microbatches=1)
+    elif devices == 4:
+        strategy = MeshStrategy(pp=2, dp_replicate=2, dp_shard=1)
+    loggers = [TensorBoardLogger(folder, name="board"), CSVLogger(folder, name="csv")]
+    trainer = make_trainer(devices=devices, strategy=strategy, logger=loggers, max_epochs=1)
+    module = make_module(Showing)
+    trainer.fit(module, make_loader(24), make_loader(8))
+    assert [type(logger) for logger in trainer.loggers] == [TensorBoardLogger, CSVLogger]
+    return module.folders
+
+
+def shown(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, set[Any]], str]:
+    """Reads numbers, with their steps, and names of histograms and images."""
+    board = EventAccumulator(str(next(folder.joinpath("board").glob("version_*")))).Reload()
+    tags = board.Tags()
+    scalars = {
+        tag: sorted((event.step, event.value) for event in board.Scalars(tag))
+        for tag in tags["scalars"]
+    }
+    steps = {tag: {event.step for event in board.Histograms(tag)} for tag in tags["histograms"]}
+    steps |= {tag: {event.step for event in board.Images(tag)} for tag in tags["images"]}
+    (csv,) = folder.joinpath("csv").rglob("metrics.csv")
+    return scalars, steps, csv.read_text().splitlines()[0]
+
+
+@pytest.mark.some("1f1b", "pipedream")
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
+def test_loggers_show_what_one_device_shows(workers: WorkerPool, tmp_path: Path, name: str) -> None:
+    one, two = (str(tmp_path / part) for part in ("one", "two"))
+    (folders,) = workers.run(1, show, 1, name, one)
+    assert folders == {f"{one}/board"}
+    assert workers.run(2, show, 2, name, two) == [{f"{two}/board"}] * 2
+    (expected, steps, columns), (found, other_steps, other_columns) = map(
+        shown, (tmp_path / "one", tmp_path / "two")
+    )
+    assert {"train_mean", "val_mean", "train_begun", "val_begun"} <= expected.keys()
+    assert {"train_figure", "val_logits"} <= steps.keys()
+    assert (found.keys(), other_steps, other_columns) == (expected.keys(), steps, columns)
+    if name != "pipedream":  # whose weights are older
+        for tag, values in expected.items():
+            assert len(found[tag]) == len(values), tag
+            for (step, value), (other, near) in zip(found[tag], values, strict=True):
+                assert step == other
+                assert value == pytest.approx(near, abs=1e-6), tag
+
+
+def test_replicas_of_stages_show_the_first_one(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(4, show, 4, "mesh", str(tmp_path))
+    scalars, steps, _ = shown(tmp_path)
+    assert {"train_mean", "val_mean"} <= scalars.keys()
+    assert {"train_figure", "val_logits"} <= steps.keys()
+
+
+class Locked(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.model(batch[0])
+        logger: Any = self.logger
+        logger.log_metrics({"lock": threading.Lock()})
+
+
+def log_a_lock(folder: str) -> str:
+    trainer: L.Trainer = make_trainer(
+        devices=2, strategy=PipelineStrategy(), logger=[CSVLogger(folder)]
+    )
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        trainer.validate(make_module(Locked), make_loader(8), verbose=False)
+    return str(caught.value)
+
+
+def test_what_cannot_be_pickled_is_named(workers: WorkerPool, tmp_path: Path) -> None:
+    for message in workers.run(2, log_a_lock, str(tmp_path)):
+        assert "`self.logger.log_metrics(...)` in a step is made by rank 0" in message
+        assert "cannot pickle '_thread.lock'" in message
