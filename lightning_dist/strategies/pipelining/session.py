@@ -26,7 +26,7 @@ from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.pipelining.hook_log import HookLog
-from lightning_dist.strategies.pipelining.logger_calls import LoggerCalls
+from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
 from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness, StalenessLog
 from lightning_dist.strategies.pipelining.step_runner import StepRunner
 from lightning_dist.strategies.pipelining.step_state import StepState
@@ -196,7 +196,7 @@ def open_session(
             channels,
             metrics,
             step_state,
-            LoggerCalls(module.trainer, is_source=has_last and 0 in pp_ranks),
+            RankZeroCalls(module, is_source=has_last and 0 in pp_ranks),
             evaluation_microbatches=config.evaluation_microbatches(mesh.pp),
             change_step=None if wrapped is None else wrapped.change_step,
             half=half,

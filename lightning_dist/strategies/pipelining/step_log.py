@@ -33,7 +33,7 @@ from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.lightning_internals import set_step_value, step_value
 from lightning_dist.strategies.pipelining.given_size import GivenSize
-from lightning_dist.strategies.pipelining.logger_calls import LoggerCall
+from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCall
 
 Number: TypeAlias = float | Tensor
 """A logged value: a number on the host, or a float64 tensor of no dim on another device."""
@@ -327,13 +327,13 @@ class Outcome:
         log: The user's ``self.log`` calls.
         result: The step's return value, merged over the micro-batches.
         should_stop: Whether the step asked to end the training.
-        logger_calls: What the step called on loggers.
+        rank_zero_calls: What the step called that only rank 0 does.
     """
 
     log: BatchLog
     result: Any
     should_stop: bool = False
-    logger_calls: Sequence[LoggerCall] = ()
+    rank_zero_calls: Sequence[RankZeroCall] = ()
 
 
 class Outcomes:

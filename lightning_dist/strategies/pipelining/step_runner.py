@@ -28,7 +28,7 @@ from lightning_dist.strategies.base.loaders.sample_lists import SampleLists
 from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 from lightning_dist.strategies.base.run_setup import StepContext
-from lightning_dist.strategies.pipelining.logger_calls import LoggerCalls
+from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
 from lightning_dist.strategies.pipelining.step_log import Outcome, Outcomes, StepLog
 from lightning_dist.strategies.pipelining.step_state import StepState
 
@@ -49,7 +49,7 @@ class StepRunner:
         channels: The channels of this rank.
         metrics: The module's torchmetrics objects.
         step_state: Watches what steps change in the module.
-        logger_calls: Notes what steps call on loggers.
+        rank_zero_calls: Notes what steps call that only rank 0 does.
         evaluation_microbatches: Most micro-batches of a batch that runs forward only.
         change_step: Wraps each of the user's steps; None for none.
         half: Has the loss scale, if steps run in half precision.
@@ -62,7 +62,7 @@ class StepRunner:
         channels: Channels,
         metrics: StageMetrics,
         step_state: StepState,
-        logger_calls: LoggerCalls,
+        rank_zero_calls: RankZeroCalls,
         *,
         evaluation_microbatches: int,
         change_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
@@ -72,7 +72,7 @@ class StepRunner:
         self._pipeline = pipeline
         self._metrics = metrics
         self._step_state = step_state
-        self._logger_calls = logger_calls
+        self._rank_zero_calls = rank_zero_calls
         self._evaluation_microbatches = evaluation_microbatches
         self._change_step = change_step
         self._half = half
@@ -140,7 +140,7 @@ class StepRunner:
         step = self._step(self._module.training_step, context, rest)
         pipeline.train_batch(batch, step, seed=seed)
         self._log.forget()
-        self._logger_calls.take()
+        self._rank_zero_calls.take()
 
     def catch_up(self) -> None:
         """Delivers the outcomes of the newest training batches, which :meth:`train` has held back.
@@ -183,7 +183,7 @@ class StepRunner:
         self._publish(results, batch, (name, *rest[1:]))
         (outcome,) = self._outcomes.deliver(num_held_back=0)
         self._log.replay(outcome.log)
-        self._logger_calls.make(outcome.logger_calls)
+        self._rank_zero_calls.make(outcome.rank_zero_calls)
         return outcome.result
 
     def _step(
@@ -192,7 +192,7 @@ class StepRunner:
         if self._change_step is not None:
             method = self._change_step(method)
 
-        watching = (self._metrics, self._step_state, self._logger_calls)
+        watching = (self._metrics, self._step_state, self._rank_zero_calls)
 
         def step(microbatch: Microbatch) -> Any:
             recording = self._log.recording(microbatch.num_samples)
@@ -217,7 +217,7 @@ class StepRunner:
         result = _merged(
             [map_tensors(torch.detach, r) for r in results], self._pipeline.microbatch_sizes
         )
-        calls = self._logger_calls.take()
+        calls = self._rank_zero_calls.take()
         self._outcomes.publish(Outcome(log, result, should_stop, calls))
 
     def _deliver(self, num_held_back: int, *, in_batch: bool = False) -> None:
@@ -225,7 +225,7 @@ class StepRunner:
         outcomes = self._outcomes.deliver(num_held_back)
         for index, outcome in enumerate(outcomes):
             self._log.replay(outcome.log)
-            self._logger_calls.make(outcome.logger_calls)
+            self._rank_zero_calls.make(outcome.rank_zero_calls)
             self._last_result = outcome.result
             trainer.should_stop = trainer.should_stop or outcome.should_stop
             step = self._steps.popleft()

@@ -73,7 +73,7 @@ def watch(devices: int, kind: type[Watched], schedule: str, options: dict[str, A
     return module.seen, getattr(module, "sums", [])
 
 
-@pytest.mark.some("1f1b", "2bw", "mesh")
+@pytest.mark.some("1f1b", "pipedream_2bw", "mesh")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "pipedream", "pipedream_2bw", "mesh"])
 def test_old_gradients_are_gone_when_new_ones_come(workers: WorkerPool, schedule: str) -> None:
     for seen, _ in workers.run(2, watch, 2, Watched, schedule, {}):

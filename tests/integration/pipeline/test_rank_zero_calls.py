@@ -1,8 +1,10 @@
-"""Calls of loggers in steps reach rank 0's loggers, as on one device."""
+"""Calls of loggers in steps reach rank 0's loggers, and rank 0 prints, as on one device."""
 
 from __future__ import annotations
 
+import io
 import threading
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -127,5 +129,26 @@ def log_a_lock(folder: str) -> str:
 
 def test_what_cannot_be_pickled_is_named(workers: WorkerPool, tmp_path: Path) -> None:
     for message in workers.run(2, log_a_lock, str(tmp_path)):
-        assert "`self.logger.log_metrics(...)` in a step is made by rank 0" in message
+        assert "`self.loggers[0].log_metrics(...)` in a step is made by rank 0" in message
         assert "cannot pickle '_thread.lock'" in message
+
+
+class Printing(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.print("batch", batch_idx)
+        logits = self.model(batch[0])
+        self.print(f"mean {float(logits.mean()):.9f}", batch[1], sep=": ")
+
+
+def print_in_steps(devices: int) -> str:
+    strategy: Any = PipelineStrategy() if devices > 1 else "auto"
+    trainer = make_trainer(devices=devices, strategy=strategy)
+    with redirect_stdout(io.StringIO()) as printed:
+        trainer.validate(make_module(Printing), make_loader(3, batch_size=1), verbose=False)
+    return printed.getvalue()
+
+
+def test_rank_zero_prints(workers: WorkerPool) -> None:
+    (expected,) = workers.run(1, print_in_steps, 1)
+    assert expected.count("mean") == expected.count("batch") == 3
+    assert workers.run(2, print_in_steps, 2) == [expected, ""]

@@ -1,0 +1,124 @@
+"""What a step calls that only rank 0 does: loggers, and ``self.print``.
+
+Only the last stage runs a step to its end. So where that is not rank 0, calls such as
+``self.logger.log_image(...)`` and ``self.logger.experiment.add_figure(...)`` are noted there. They
+travel with the outcome of the batch, and rank 0 makes them then. Each micro-batch makes its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger
+
+from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.engine.tensors.tree import map_tensors
+
+_Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankZeroCall:
+    """A call in a step.
+
+    Attributes:
+        path: Names of attributes, and places in lists, from the module to what is called.
+        arguments: The pickled arguments, by position and by name.
+    """
+
+    path: _Path
+    arguments: bytes
+
+
+class RankZeroCalls:
+    """Notes the calls of one stage's steps, and makes those of the last stage on rank 0.
+
+    Args:
+        module: The user's module; in steps it prints nothing, and its trainer has other loggers.
+        is_source: Whether this rank is the last stage, of the replica with rank 0.
+    """
+
+    def __init__(self, module: pl.LightningModule, *, is_source: bool) -> None:
+        self._module = module
+        self._is_source = is_source
+        self._calls: list[RankZeroCall] = []
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Replaces what only rank 0 calls, unless this is rank 0 and runs whole steps."""
+        trainer = self._module.trainer
+        if self._is_source and trainer.is_global_zero:
+            yield
+            return
+        own = trainer.loggers
+        trainer.loggers = [
+            cast("Logger", _Noting(logger, ("loggers", number), self._note))
+            for number, logger in enumerate(own)
+        ]
+        undo = replace_method(self._module, "print", _Noting(print, ("print",), self._note))
+        try:
+            yield
+        finally:
+            undo()
+            trainer.loggers = own
+
+    def take(self) -> list[RankZeroCall]:
+        """Returns the calls since the last time."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def make(self, calls: Sequence[RankZeroCall]) -> None:
+        """Makes the last stage's calls, on rank 0."""
+        for call in calls if self._module.trainer.is_global_zero else ():
+            target: Any = self._module
+            for step in call.path:
+                target = target[step] if isinstance(step, int) else getattr(target, step)
+            args, kwargs = pickle.loads(call.arguments)
+            target(*args, **kwargs)
+
+    def _note(self, path: _Path, arguments: Any) -> None:
+        if not self._is_source:
+            return  # this rank leaves the step early, or is of a replica that is not heard
+        try:
+            packed = pickle.dumps(map_tensors(lambda tensor: tensor.detach().cpu(), arguments))
+        except Exception as error:  # any class may raise anything
+            named = "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in path)
+            raise ValueError(
+                f"`self{named}(...)` in a step is made by rank 0, which gets its arguments from the"
+                f" last stage. They cannot be pickled: {error}. Use tensors, numbers, texts or"
+                " figures."
+            ) from error
+        self._calls.append(RankZeroCall(path, packed))
+
+
+class _Noting:
+    """A logger, a part of one, or a function, whose calls are noted.
+
+    Args:
+        real: What is there on this rank.
+        path: Names and places from the module to it.
+        note: Takes the path and the arguments of a call.
+    """
+
+    def __init__(self, real: Any, path: _Path, note: Callable[[_Path, Any], None]) -> None:
+        self._real = real
+        self._path = path
+        self._note = note
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._real) if isinstance(self._real, Logger) else _Noting
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._real, name)
+        if callable(value) or name == "experiment":
+            return _Noting(value, (*self._path, name), self._note)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._note(self._path, (args, kwargs))
