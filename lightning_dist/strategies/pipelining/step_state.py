@@ -10,7 +10,7 @@ hooks change is each rank's own.
 from __future__ import annotations
 
 import io
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -65,6 +65,7 @@ class StepState:
         ids = {id(tensor) for tensor in outside}
         self._buffers = [name for name, buffer in module.named_buffers() if id(buffer) in ids]
         self._changed: set[str] = set()
+        self._grown: Counter[str] = Counter()  # items that steps have appended to lists
         self._is_shared = True
         ends: Any = dict.fromkeys(_ENDS, lambda *_: self.share())
         self._undo = [add_first_callback(module.trainer, LambdaCallback(**ends))]
@@ -86,37 +87,45 @@ class StepState:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Watches a step, if this rank runs it to its end."""
+        """Watches a step, whether this rank runs it to its end or not."""
         self._is_shared = False
-        if not self._is_source:
-            yield
-            return
         before = {name: (value, _mark(value)) for name, value in self._named()}
-        yield
-        for name, value in self._named():
-            old, mark = before.get(name, (before, None))
-            if value is not old or _mark(value) != mark:
-                self._changed.add(name)
+        try:
+            yield
+        finally:
+            for name, value in self._named():
+                old, mark = before.get(name, (before, None))
+                if value is not old or _mark(value) != mark:
+                    self._changed.add(name)
+                if isinstance(value, list) and mark is not None:
+                    self._grown[name] += len(value) - mark[0]
 
     def share(self) -> None:
         """Sends what steps have changed. Collective: all stages of a replica call it."""
         if self._is_shared:  # since the last step
             return
-        self._is_shared = True
-        packed: list[bytes | None] = [self._pack() if self._changed else None]
-        self._changed.clear()
+        packed: list[bytes | None] = [None]
+        if self._is_source and self._changed:
+            packed = [self._pack()]
         dist.broadcast_object_list(packed, src=self._source, group=self._stages)
-        if packed[0] is None:
-            return
+        if packed[0] is not None:
+            self._unpack(packed[0])
+        self._changed.clear()
+        self._grown.clear()
+        self._is_shared = True
+
+    def _unpack(self, packed: bytes) -> None:
         place = partial(_place, str(self._module.device))
-        found = torch.load(io.BytesIO(packed[0]), map_location=place, weights_only=False)
+        found = torch.load(io.BytesIO(packed), map_location=place, weights_only=False)
         for name in found["unsent"]:
             rank_zero_warn(
                 f"A step has changed `self.{name}`, of which a copy cannot be pickled. So hooks at"
                 " the end of an epoch have it on the last stage only."
             )
         for name, value in found["values"].items() if not self._is_source else ():
-            self._set(name, value)
+            # What each rank appends ahead of the model is its own.
+            if name not in found["grown"] or found["grown"][name] != self._grown[name]:
+                self._set(name, value)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for name, value in vars(self._module).items():
@@ -131,7 +140,7 @@ class StepState:
         for name in unsent:
             del values[name]
         packed = io.BytesIO()
-        torch.save({"values": values, "unsent": unsent}, packed)
+        torch.save({"values": values, "unsent": unsent, "grown": dict(self._grown)}, packed)
         return packed.getvalue()
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_dist.engine.checkpoint.saved_names import names_of_saved
 from lightning_dist.engine.splitting.blocks import without_cache
 from lightning_dist.engine.splitting.layers import LayerSequence
 from lightning_dist.engine.splitting.tracing.program import TraceProgram
@@ -69,6 +70,9 @@ class TracedSequence(nn.Sequential):
         kwargs: Keyword arguments of the example call.
         casts: As for :class:`TraceProgram`.
 
+    Attributes:
+        saved: Names of the module's tensors, by their keys in its state dict.
+
     Raises:
         ValueError: The module cannot be traced.
     """
@@ -90,6 +94,7 @@ class TracedSequence(nn.Sequential):
             layers[str(index)] = TracedLayer(program, index, used)
         super().__init__(layers)
         self.program = program
+        self.saved = names_of_saved(module)
         self.away: RemovedTensors | None = None
         self.compiler = PausedCompiler()
         self._module = (module,)  # in a tuple, where nn.Module does not look for submodules

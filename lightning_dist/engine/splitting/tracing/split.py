@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_dist.engine.checkpoint.saved_names import names_of_saved
 from lightning_dist.engine.precision.casts import TracedCasts, as_in_step, cast
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.schedules.family import stages_of_rank
@@ -50,13 +49,7 @@ class UncutError(ValueError):
 
 @dataclass(frozen=True)
 class TracedSplit(PipelineSplit):
-    """One rank's part of a module that was traced.
-
-    Attributes:
-        saved: Name of each tensor in the state dict of the whole model, by its key there.
-    """
-
-    saved: Mapping[str, str]
+    """One rank's part of a module that was traced."""
 
     @property
     @override
@@ -98,13 +91,16 @@ class TracedSplit(PipelineSplit):
 
     @override
     def foreign_names(self) -> set[str]:
-        foreign = self._all_names - self._names_in(self._own_layers)
-        return {key for key, name in self.saved.items() if name in foreign}
+        own, prefix = self._own_layers, f"{self.path}." if self.path else ""
+        away = self.sequence.names_in(range(len(self.layers))) - self.sequence.names_in(own)
+        return {prefix + key for key, name in self.sequence.saved.items() if name in away}
 
     @override
     def is_stored_here(self, name: str) -> bool:
-        tensor = self.saved.get(name, name)
-        if tensor not in self._all_names:
+        prefix = f"{self.path}." if self.path else ""
+        key = name.removeprefix(prefix)
+        tensor = f"{prefix}{self.sequence.saved.get(key, key)}"
+        if not name.startswith(prefix) or tensor not in self._all_names:
             return self.has_last
         return tensor in self._names_in(self._own_layers)
 
@@ -158,11 +154,7 @@ def find_traced_split(
         )
     layers = TracedLayers(sequence)
     partition = _choose_partition(layers, sequence.program, config, len(rank_of_stage), path)
-    away = sequence.away
-    with nullcontext() if away is None else away.as_empty(None):
-        saved = names_of_saved(module)
     return TracedSplit(
-        saved=saved,
         path=path,
         layers=layers,
         layers_per_stage=partition,
