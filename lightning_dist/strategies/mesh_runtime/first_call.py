@@ -28,6 +28,7 @@ from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders, read_first_batch
+from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
 
 _Value = TypeVar("_Value")
 
@@ -146,11 +147,20 @@ def share_first_batch(
 
 @contextmanager
 def not_logging(module: pl.LightningModule) -> Iterator[None]:
-    """Returns a context manager in which a module logs nothing."""
+    """Returns a context manager in which a module logs and prints nothing."""
     with ExitStack() as undo:
+        if _has_trainer(module):
+            undo.enter_context(RankZeroCalls(module, is_source=False).in_step())
         for name in ("log", "log_dict"):
             undo.callback(replace_method(module, name, lambda *_, **__: None))
         yield
+
+
+def _has_trainer(module: pl.LightningModule) -> bool:
+    try:
+        return module.trainer is not None
+    except RuntimeError:  # what Lightning raises if there is none
+        return False
 
 
 def arguments_of(step: Callable[..., Any], batch: Any, num_loaders: int) -> list[Any]:

@@ -55,12 +55,13 @@ class Showing(Classifier):
 
 def show(devices: int, name: str, folder: str) -> set[str]:
     strategy: Any = "auto"
-    if devices == 2:
-        strategy = PipelineStrategy(schedule=name)
-        if name in ("gpipe", "1f1b"):
-            strategy = PipelineStrategy(schedule=name, num_microbatches=1)
-    elif devices == 4:
+    if name == "mesh":
         strategy = MeshStrategy(pp=2, dp_replicate=2, dp_shard=1)
+    elif name == "trace":  # whose first step is run ahead, too
+        strategy = PipelineStrategy(layers="trace", num_microbatches=1)
+    elif name != "one":
+        count = "auto" if name == "pipedream" else 1
+        strategy = PipelineStrategy(schedule=name, num_microbatches=count)
     loggers = [TensorBoardLogger(folder, name="board"), CSVLogger(folder, name="csv")]
     trainer = make_trainer(devices=devices, strategy=strategy, logger=loggers, max_epochs=1)
     module = make_module(Showing)
@@ -84,10 +85,10 @@ def shown(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, s
 
 
 @pytest.mark.some("1f1b", "pipedream")
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "trace", "pipedream"])
 def test_loggers_show_what_one_device_shows(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     one, two = (str(tmp_path / part) for part in ("one", "two"))
-    (folders,) = workers.run(1, show, 1, name, one)
+    (folders,) = workers.run(1, show, 1, "one", one)
     assert folders == {f"{one}/board"}
     assert workers.run(2, show, 2, name, two) == [{f"{two}/board"}] * 2
     (expected, steps, columns), (found, other_steps, other_columns) = map(
