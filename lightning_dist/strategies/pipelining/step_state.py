@@ -74,8 +74,8 @@ class StepState:
 
     def close(self) -> None:
         """Ends the sending."""
-        for undo in reversed(self._undo):
-            undo()
+        while self._undo:  # a cycle with the group could be freed in a forked process, and wait
+            self._undo.pop()()
 
     def _sharing(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(hook)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import warnings
+import weakref
 from collections import Counter, defaultdict, deque
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_dist import MeshStrategy, PipelineStrategy
+from lightning_dist.strategies.pipelining.hook_log import HookLog
+from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
+from lightning_dist.strategies.pipelining.step_state import StepState
 from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
 from tests.helpers.processes.workers import WorkerPool
 
@@ -147,3 +152,30 @@ def test_what_cannot_be_pickled_stays_and_is_named(workers: WorkerPool) -> None:
     assert (first, silent) == (0, [])
     assert last > 0
     assert "`self.kept`, of which a copy cannot be pickled" in message
+
+
+def parts_left() -> list[str]:
+    """Names the parts of a run's session that only a garbage collection would free."""
+    made: list[weakref.ref[Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (StepState, HookLog, RankZeroCalls):
+            own = kind.__init__
+
+            def noted(self: Any, *args: Any, _own: Any = own, **kwargs: Any) -> None:
+                _own(self, *args, **kwargs)
+                made.append(weakref.ref(self))
+
+            patch.setattr(kind, "__init__", noted)
+        gc.disable()
+        try:
+            trainer = make_trainer(devices=2, strategy=PipelineStrategy(), max_epochs=1)
+            trainer.fit(make_module(Keeping), make_loader(16), make_loader(8))
+            assert len(made) == 3
+            return [type(left).__name__ for ref in made if (left := ref()) is not None]
+        finally:
+            gc.enable()
+
+
+def test_no_part_with_a_group_is_freed_later(workers: WorkerPool) -> None:
+    # In a process that a loader has forked, gloo would wait for threads that are not there.
+    assert workers.run(2, parts_left) == [[], []]
