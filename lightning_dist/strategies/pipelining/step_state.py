@@ -122,9 +122,10 @@ class StepState:
                 f"A step has changed `self.{name}`, of which a copy cannot be pickled. So hooks at"
                 " the end of an epoch have it on the last stage only."
             )
+        # A list to which this rank's steps append as much is its own: that is ahead of the model.
+        own = {name for name, count in found["grown"].items() if self._grown[name] == count > 0}
         for name, value in found["values"].items() if not self._is_source else ():
-            # What each rank appends ahead of the model is its own.
-            if name not in found["grown"] or found["grown"][name] != self._grown[name]:
+            if name not in own:
                 self._set(name, value)
 
     def _named(self) -> Iterator[tuple[str, Any]]:

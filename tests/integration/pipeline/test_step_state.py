@@ -30,6 +30,8 @@ class Keeping(Classifier):
         super().__init__()
         self.logits: list[Tensor] = []
         self.by_loader: dict[int, list[Tensor]] = defaultdict(list)
+        self.lists: list[list[Tensor]] = [[], []]
+        self.num_right_of = [0, 0]
         self.num_right = 0
         self.classes: set[int] = set()
         self.counts: Counter[int] = Counter()
@@ -45,6 +47,8 @@ class Keeping(Classifier):
         best = logits.argmax(-1)
         self.logits.append(logits)
         self.by_loader[loader].append(logits)
+        self.lists[loader].append(logits)
+        self.num_right_of[loader] += int((best == y).sum())
         self.num_right += int((best == y).sum())
         self.classes |= {*best.tolist()}
         self.counts.update(best.tolist())
@@ -74,6 +78,8 @@ class Keeping(Classifier):
 
     def _end(self, stage: str) -> None:
         of_loaders = [torch.cat(self.by_loader[loader]) for loader in sorted(self.by_loader)]
+        of_loaders += [torch.cat(logits) for logits in self.lists if logits]
+        of_loaders.append(torch.tensor(self.num_right_of))
         assert self.moving is not None
         tensors = [torch.cat(self.logits), *of_loaders, self.moving, self.seen]
         self.found[stage] = [tensor.detach().clone() for tensor in tensors]
@@ -81,6 +87,7 @@ class Keeping(Classifier):
         self.found[f"{stage} plain"] = plain
         self.logits.clear()
         self.by_loader.clear()
+        self.lists, self.num_right_of = [[], []], [0, 0]
         self.num_right = 0
         self.classes, self.counts, self.latest = set(), Counter(), deque(maxlen=2)
 

@@ -60,14 +60,17 @@ class TracedSplit(PipelineSplit):
         return sequence
 
     @property
+    def _prefix(self) -> str:
+        return f"{self.path}." if self.path else ""
+
+    @property
     def _own_layers(self) -> list[int]:
         stages = stage_of_layers(self.layers_per_stage)
         return [layer for layer, stage in enumerate(stages) if stage in self.stages]
 
     def _names_in(self, layers: Sequence[int]) -> set[str]:
         """Returns the names that the tensors of some layers have in the user's module."""
-        prefix = f"{self.path}." if self.path else ""
-        return {f"{prefix}{name}" for name in self.sequence.names_in(layers)}
+        return {f"{self._prefix}{name}" for name in self.sequence.names_in(layers)}
 
     @property
     def _all_names(self) -> set[str]:
@@ -91,16 +94,15 @@ class TracedSplit(PipelineSplit):
 
     @override
     def foreign_names(self) -> set[str]:
-        own, prefix = self._own_layers, f"{self.path}." if self.path else ""
-        away = self.sequence.names_in(range(len(self.layers))) - self.sequence.names_in(own)
-        return {prefix + key for key, name in self.sequence.saved.items() if name in away}
+        everything, own = range(len(self.layers)), self._own_layers
+        away = self.sequence.names_in(everything) - self.sequence.names_in(own)
+        return {self._prefix + key for key, name in self.sequence.saved.items() if name in away}
 
     @override
     def is_stored_here(self, name: str) -> bool:
-        prefix = f"{self.path}." if self.path else ""
-        key = name.removeprefix(prefix)
-        tensor = f"{prefix}{self.sequence.saved.get(key, key)}"
-        if not name.startswith(prefix) or tensor not in self._all_names:
+        key = name.removeprefix(self._prefix)
+        tensor = f"{self._prefix}{self.sequence.saved.get(key, key)}"
+        if not name.startswith(self._prefix) or tensor not in self._all_names:
             return self.has_last
         return tensor in self._names_in(self._own_layers)
 
