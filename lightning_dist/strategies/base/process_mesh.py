@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -75,6 +77,7 @@ class ProcessMesh(ParallelStrategy):
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._taken: list[tuple[GroupKind, dist.ProcessGroup]] = []
         self._has_begun = False
+        self._shown_rank: int | None = None
 
     # --- the mesh ----------------------------------------------------------------------------
 
@@ -106,6 +109,29 @@ class ProcessMesh(ParallelStrategy):
         first = self.parallel_devices[0]
         # `devices="auto"` is one CPU, however many processes a launcher has started.
         return first if first.type == "cpu" else self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self._shown_rank is None else self._shown_rank
+
+    @contextmanager
+    def shown_as(self, rank: int) -> Iterator[None]:
+        """Returns a context manager in which users' code sees another rank than this one's.
+
+        ``self.global_rank``, ``trainer.is_global_zero`` and ``rank_zero_only`` go by it.
+
+        Args:
+            rank: The global rank that is seen.
+        """
+        own = self.global_rank
+        self._shown_rank = rank
+        lightning_internals.set_rank_of_rank_zero_functions(rank)
+        try:
+            yield
+        finally:
+            self._shown_rank = None
+            lightning_internals.set_rank_of_rank_zero_functions(own)
 
     @property
     @override

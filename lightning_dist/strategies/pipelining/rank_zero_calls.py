@@ -1,15 +1,16 @@
-"""What a step calls that only rank 0 does: loggers, and ``self.print``.
+"""What a step does on rank 0 only: calls of loggers, ``self.print``, ``if self.global_rank == 0``.
 
 Only the last stage runs a step to its end. So where that is not rank 0, calls such as
 ``self.logger.log_image(...)`` and ``self.logger.experiment.add_figure(...)`` are noted there. They
 travel with the outcome of the batch, and rank 0 makes them then. Each micro-batch makes its own.
+In steps the two ranks are seen in each other's place, so code for rank 0 runs where the loss is.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -41,11 +42,19 @@ class RankZeroCalls:
     Args:
         module: The user's module; in steps it prints nothing, and its trainer has other loggers.
         is_source: Whether this rank is the last stage, of the replica with rank 0.
+        as_seen: Creates the context manager in which a step sees this rank.
     """
 
-    def __init__(self, module: pl.LightningModule, *, is_source: bool) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        *,
+        is_source: bool,
+        as_seen: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._module = module
         self._is_source = is_source
+        self._as_seen = as_seen
         self._calls: list[RankZeroCall] = []
 
     @contextmanager
@@ -62,7 +71,8 @@ class RankZeroCalls:
         ]
         undo = replace_method(self._module, "print", _Noting(print, ("print",), self._note))
         try:
-            yield
+            with self._as_seen():
+                yield
         finally:
             undo()
             trainer.loggers = own

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,7 +197,7 @@ def open_session(
             channels,
             metrics,
             step_state,
-            RankZeroCalls(module, is_source=has_last and 0 in pp_ranks),
+            _rank_zero_calls(strategy, pp_ranks, last_rank),
             evaluation_microbatches=config.evaluation_microbatches(mesh.pp),
             change_step=None if wrapped is None else wrapped.change_step,
             half=half,
@@ -224,3 +225,16 @@ def open_session(
         )
         if_it_fails.pop_all()
         return session
+
+
+def _rank_zero_calls(
+    strategy: DistributedStrategy, pp_ranks: Sequence[int], last_rank: int
+) -> RankZeroCalls:
+    """Returns what notes this rank's calls; rank 0 and the last stage see each other's ranks."""
+    rank = strategy.global_rank
+    seen = {0: last_rank, last_rank: 0}.get(rank, rank) if 0 in pp_ranks else rank
+    return RankZeroCalls(
+        strategy.module,
+        is_source=0 in pp_ranks and rank == last_rank,
+        as_seen=partial(strategy.shown_as, seen),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from contextlib import redirect_stdout
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import matplotlib
 import pytest
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from matplotlib import pyplot as plt
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -153,3 +155,58 @@ def test_rank_zero_prints(workers: WorkerPool) -> None:
     (expected,) = workers.run(1, print_in_steps, 1)
     assert expected.count("mean") == expected.count("batch") == 3
     assert workers.run(2, print_in_steps, 2) == [expected, ""]
+
+
+class ForRankZero(Classifier):
+    """Does something on rank 0 only, in the three ways that users do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    @rank_zero_only
+    def _note(self, text: str) -> None:
+        self.noted.append(text)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 0:
+            self.noted.append(f"begun {batch_idx}")
+        loss = F.cross_entropy(self.model(batch[0]), batch[1])
+        self._note(f"train {float(loss.detach()):.9f}")
+        if self.trainer.is_global_zero:
+            self.log("zero", loss, rank_zero_only=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.model(batch[0])
+        if self.trainer.is_global_zero:
+            self.noted.append(f"validated {float(logits.mean()):.9f}")
+
+
+def note_on_rank_zero(devices: int, mesh: bool = False) -> tuple[list[str], float, list[int]]:
+    strategy: Any = "auto"
+    if mesh:
+        strategy = MeshStrategy(pp=2, dp_replicate=2, dp_shard=1)
+    elif devices > 1:
+        strategy = PipelineStrategy(num_microbatches=1)
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=1)
+    module = make_module(ForRankZero)
+    trainer.fit(module, make_loader(24), make_loader(8))
+    ranks = [trainer.global_rank, module.global_rank, getattr(rank_zero_only, "rank")]  # noqa: B009
+    return module.noted, float(trainer.callback_metrics.get("zero", nan)), ranks
+
+
+def test_code_for_rank_zero_has_the_loss(workers: WorkerPool) -> None:
+    ((expected, loss, _),) = workers.run(1, note_on_rank_zero, 1)
+    assert sorted({note.split()[0] for note in expected}) == ["begun", "train", "validated"]
+    for rank, (noted, other_loss, ranks) in enumerate(workers.run(2, note_on_rank_zero, 2)):
+        assert noted == expected, f"rank {rank}"
+        assert other_loss == pytest.approx(loss, abs=1e-6)
+        assert ranks == [rank] * 3
+
+
+def test_code_for_rank_zero_is_one_replicas(workers: WorkerPool) -> None:
+    noted = [part[0] for part in workers.run(4, note_on_rank_zero, 4, True)]
+    assert [bool(part) for part in noted] == [True, False, True, False]
+    assert noted[0] == noted[2]
+    assert noted[0][0] == "begun 0"

@@ -47,6 +47,7 @@ class FlagHandler:
         self._signum = signum
         self._on_signal = on_signal
         self._process = os.getpid()
+        self._rank = trainer.global_rank  # a step may be shown another
         self._is_told = False
         # A handler that is not Python's reads as None, and cannot be restored.
         self._before = signal.getsignal(signum) or signal.SIG_DFL
@@ -67,10 +68,10 @@ class FlagHandler:
 
     def _tell(self) -> None:
         """Names the cause of a stop that launchers report as a failure, or of a save, once."""
-        rank, was_told, self._is_told = self._trainer.global_rank, self._is_told, True
+        was_told, self._is_told = self._is_told, True
         if not was_told:
             does = "stop" if self._signum == signal.SIGTERM else "save"
-            text = f"[rank {rank}] {self._signum.name}: all ranks {does} at the next batch.\n"
+            text = f"[rank {self._rank}] {self._signum.name}: all ranks {does} at the next batch.\n"
             os.write(2, text.encode())
 
     def remove(self) -> None:
