@@ -57,5 +57,6 @@ OF_MEMORY = MappingProxyType(
         "unsharded": YELLOW,
         "buffers": PURPLE,
         "stash": VERMILION,
+        "temporary": GREY,
     }
 )

@@ -63,6 +63,8 @@ class LayerProfiler:
         self._gradients: list[tuple[int, Any]] = []
         self._meters: dict[int, ActivationMeter] = {}
         self._kept: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
+        self._before: list[ActivationMeter] = []  # of layers of the same forward
         self._sent: dict[int, int] = {}
         self._watches: list[CallWatch] = []
         self._start = recorder.mark()
@@ -71,8 +73,10 @@ class LayerProfiler:
         """Begins to watch, and discards earlier measurements."""
         self.stop()
         self._compiler.stays_paused = True
-        for store in (self._begun, self._forwards, self._gradients, self._kept, self._sent):
+        for store in (self._begun, self._forwards, self._gradients):
             store.clear()
+        for sizes in (self._kept, self._shared, self._sent):
+            sizes.clear()
         for index, part in enumerate(self._parts):
             before, after = partial(self._begin, index), partial(self._end, index)
             self._watches.append(CallWatch(part.module, before, after))
@@ -84,6 +88,7 @@ class LayerProfiler:
         for watch in self._watches:
             watch.remove()
         self._watches.clear()
+        self._before.clear()
 
     def profile(self, states: Mapping[Tensor, Any] = _NO_STATES) -> RankProfile:
         """Returns what was measured; on a GPU waits for the device.
@@ -108,6 +113,7 @@ class LayerProfiler:
                 boundary_bytes=self._sent.get(index, 0),
                 parameter_bytes=own,
                 activation_bytes=self._kept.get(index, 0),
+                shared_bytes=self._shared.get(index, 0),
                 resident_bytes=_resident_bytes(part.module, states) + beside,
                 version_bytes=copied,
             )
@@ -140,6 +146,8 @@ class LayerProfiler:
             meter = self._meters.pop(index)
             meter.__exit__()
             self._kept[index] = meter.num_bytes
+            self._shared[index] = meter.shared_bytes(self._before)
+            self._before.append(meter)
             self._sent[index] = sum(t.nbytes for t in tensors)
         for tensor in tensors:
             if tensor.requires_grad:

@@ -30,6 +30,9 @@ class LayerCosts:
         boundary_bytes: Bytes of the layer's output.
         parameter_bytes: Bytes of the layer's trainable parameters.
         activation_bytes: Bytes that the forward keeps for the backward, without the parameters.
+        shared_bytes: Bytes of these that layers before it keep, too, if one rank has them.
+        transient_bytes: Most bytes that the backward holds for a moment, besides what this layer
+            and those before it keep, and the sums of gradients.
         resident_bytes: Bytes that the layer always holds: parameters, gradients of two updates,
             buffers and optimizer state; in half precision the present copy of the parameters too.
         version_bytes: Bytes of one more version of the trainable parameters.
@@ -41,6 +44,8 @@ class LayerCosts:
     boundary_bytes: int = 0
     parameter_bytes: int = 0
     activation_bytes: int = 0
+    shared_bytes: int = 0
+    transient_bytes: int = 0
     resident_bytes: int = 0
     version_bytes: int = 0
 
@@ -53,11 +58,32 @@ class LayerCosts:
     def of_parts(cls, parts: Sequence[LayerCosts]) -> LayerCosts:
         """Creates a layer's costs from those of its submodules, in the order in which they run."""
         numbers = [field.name for field in fields(cls) if field.name != "name"]
-        sums = {name: sum(getattr(part, name) for part in parts) for name in numbers}
-        return cls(
-            name=", ".join(part.name for part in parts),
-            **sums | {"boundary_bytes": parts[-1].boundary_bytes},
-        )
+        found = {name: sum(getattr(part, name) for part in parts) for name in numbers}
+        found["boundary_bytes"] = parts[-1].boundary_bytes
+        found["activation_bytes"] = activations_of(parts)
+        found["shared_bytes"] = parts[0].shared_bytes
+        found["transient_bytes"] = transients_of(parts)
+        return cls(name=", ".join(part.name for part in parts), **found)
+
+
+def activations_of(layers: Sequence[LayerCosts]) -> int:
+    """Returns the bytes that layers which follow each other on one rank keep for their backward."""
+    kept = sum(layer.activation_bytes for layer in layers)
+    return kept - sum(layer.shared_bytes for layer in layers[1:])
+
+
+def transients_of(layers: Sequence[LayerCosts], rest_bytes: int = 0) -> int:
+    """Returns the most bytes that backwards of layers on one rank need besides what they keep.
+
+    Args:
+        layers: Layers that follow each other.
+        rest_bytes: Bytes that are kept for what follows them.
+    """
+    freed, most = rest_bytes, 0
+    for layer in reversed(layers):
+        most = max(most, layer.transient_bytes - freed)
+        freed += layer.activation_bytes - layer.shared_bytes
+    return most
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class RankMemory:
         unsharded: Bytes of gathered parameters of other ranks.
         buffers: Bytes of copies of gradients for communication.
         stash: Bytes of older versions of the weights.
+        temporary: Bytes of tensors that are there for a moment only, beyond those of other moments.
     """
 
     parameters: int
@@ -62,6 +63,7 @@ class RankMemory:
     unsharded: int = 0
     buffers: int = 0
     stash: int = 0
+    temporary: int = 0
 
     @property
     def peak(self) -> int:

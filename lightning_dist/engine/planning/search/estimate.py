@@ -16,11 +16,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
+from lightning_dist.engine.planning.layer_costs import activations_of, transients_of
 from lightning_dist.engine.planning.memory import RankMemory
 from lightning_dist.engine.planning.partition import MemoryLimit, partition_layers
 from lightning_dist.engine.planning.search.held import (
     Flights,
+    bytes_between_stages,
     count_flights,
+    held_beside,
     memory_of_part,
     memory_of_whole,
 )
@@ -126,7 +129,7 @@ class Estimator:
                 own_seconds=step.own_forward_seconds + step.own_backward_seconds,
                 longest_seconds=max(layer.seconds for layer in layers),
                 parameter_bytes=sum(layer.parameter_bytes for layer in layers),
-                kept_bytes=sum(layer.activation_bytes for layer in layers) + batch.rest_bytes,
+                kept_bytes=activations_of(layers) + batch.rest_bytes,
                 recomputed_bytes=self._recomputed_bytes(layout),
             )
         return self._sums[key]
@@ -220,8 +223,11 @@ class Estimator:
         layers = self.batch(layout).step.layers
         states, shards = self.costs.states_per_parameter, layout.mesh.dp_shard
         per_byte = (2.0 + states) / shards + (2.0 if shards > 1 else 0.0)
+        batch = self.batch(layout)
+        needs = [batch.transient_bytes, *(layer.transient_bytes for layer in layers)]
+        beside = batch.rest_bytes + max(needs) + 6.0 * max(c.boundary_bytes for c in layers)
         limit = MemoryLimit(
-            cap_bytes=self.machine.memory_bytes - self.batch(layout).rest_bytes,
+            cap_bytes=self.machine.memory_bytes - beside,
             resident_bytes=[per_byte * layer.parameter_bytes for layer in layers],
             flight_bytes=[layer.activation_bytes for layer in layers],
             in_flight=[most for own in self._flights(layout) for ((_, most),) in own],
@@ -329,22 +335,27 @@ class Estimator:
     def memory(self, layout: Layout) -> RankMemory:
         """Returns the memory of the fullest rank, of a layout with a partition."""
         batch = self.batch(layout)
-        layers, again = batch.step.layers, self._sums_of(layout).recomputed_bytes
-        states = self.costs.states_per_parameter
+        mesh, layers, again = layout.mesh, batch.step.layers, self._sums_of(layout).recomputed_bytes
         ends = list(accumulate(layout.partition))
-        stages = zip(ends, layout.partition, strict=True)
-        kept = [sum(layer.activation_bytes for layer in layers[e - n : e]) for e, n in stages]
+        stages = [layers[end - n : end] for end, n in zip(ends, layout.partition, strict=True)]
+        kept = [activations_of(stage) for stage in stages]
+        needs = [transients_of(stage) for stage in stages[:-1]]
+        needs.append(max(batch.transient_bytes, transients_of(stages[-1], batch.rest_bytes)))
         kept[-1] += batch.rest_bytes
-        if layout.mesh.pp == 1:
+        if mesh.pp == 1:
             sizes = [layer.parameter_bytes for layer in layers]
-            is_plain = layout.mesh.has_whole_model or layout.mesh.data_size == 1
-            shard_size = None if is_plain else layout.mesh.dp_shard
-            return memory_of_whole(sizes, shard_size, kept[0] + again, states)
+            is_plain = mesh.has_whole_model or mesh.data_size == 1
+            shard_size = None if is_plain else mesh.dp_shard
+            held = held_beside(self.costs, layout, sum(sizes), kept[0] + again, needs[0])
+            return memory_of_whole(sizes, shard_size, held, num_replicas=mesh.data_size)
         found = []
-        for part, flights in zip(self._parts(layout), self._flights(layout), strict=True):
+        sizes = [part.parameter_bytes for part in self._parts(layout)]
+        for rank, flights in enumerate(self._flights(layout)):
             most = max(sum(n * kept[s] for s, n in counts) for counts in flights)
-            held = (part.parameter_bytes, layout.mesh.dp_shard, most + again)
-            found.append(memory_of_part(*held, states))
+            need = max(needs[stage] for counts in flights for stage, _ in counts)
+            sent = bytes_between_stages(layout, rank, self._boundary_bytes(layout))
+            held = held_beside(self.costs, layout, sizes[rank], most + again, need, sent)
+            found.append(memory_of_part(sizes[rank], mesh.dp_shard, held))
         return max(found, key=lambda memory: memory.peak)
 
     def _recomputed_bytes(self, layout: Layout) -> float:

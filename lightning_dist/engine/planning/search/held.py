@@ -1,9 +1,14 @@
-"""The bytes that a rank of a mesh holds, with and without stages."""
+"""The bytes that a rank of a mesh holds, with and without stages.
+
+Three moments are compared. In backwards there are all activations, and what an operation needs. An
+update has temporary tensors. And in its second forward DDP makes its buckets anew, in the order in
+which gradients have come, while the old ones still hold the last gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lightning_dist.engine.planning.memory import (
     RankMemory,
@@ -12,33 +17,112 @@ from lightning_dist.engine.planning.memory import (
     replicated,
     sharded,
 )
+from lightning_dist.engine.planning.search.layout import Layout
+from lightning_dist.engine.planning.search.model_costs import ModelCosts
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 
 Flights = frozenset[tuple[tuple[int, int], ...]]
 """Numbers of micro-batches in flight on each stage of a rank, at the moments with most of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds besides parameters and gradients.
+
+    Attributes:
+        states: Bytes of optimizer state for each byte of parameters.
+        activations: Bytes of the activations of all micro-batches in flight.
+        backward: Bytes that a backward needs for a moment.
+        update: Bytes that an update needs for a moment.
+        messages: Bytes of activations and gradients on their way between stages.
+    """
+
+    states: float
+    activations: float
+    backward: float = 0.0
+    update: float = 0.0
+    messages: float = 0.0
+
+    def added_to(self, memory: RankMemory, *, at_start: int = 0) -> RankMemory:
+        """Returns a rank's memory with all of this but the activations, which it has.
+
+        Args:
+            memory: The memory without it.
+            at_start: Bytes that the start of a forward needs for a moment.
+        """
+        buffers = memory.buffers + round(self.messages)
+        later = memory.activations + memory.unsharded + memory.buffers
+        most = max(later + round(self.backward), round(self.update), at_start)
+        return replace(
+            memory,
+            optimizer_state=round(self.states * memory.parameters),
+            buffers=buffers,
+            temporary=most - later,
+        )
+
+
+def held_beside(
+    costs: ModelCosts,
+    layout: Layout,
+    parameters: int,
+    activations: float,
+    backward: float,
+    messages: float = 0.0,
+) -> Held:
+    """Returns what a rank holds besides parameters and gradients.
+
+    Args:
+        costs: Costs of the model.
+        layout: The layout.
+        parameters: Bytes of the rank's parameters, before they are sharded.
+        activations: Bytes of the activations of all micro-batches in flight.
+        backward: As in :class:`Held`.
+        messages: As in :class:`Held`.
+    """
+    update = costs.update_bytes
+    if costs.updates_together:
+        update *= parameters / max(1, costs.parameter_bytes)
+    return Held(
+        costs.states_per_parameter,
+        activations,
+        backward=backward,
+        update=min(update, 2.0 * parameters) / layout.mesh.dp_shard,
+        messages=messages,
+    )
+
+
+def bytes_between_stages(layout: Layout, rank: int, boundary_bytes: float) -> float:
+    """Returns the bytes of a rank's messages.
+
+    For each rank beside it there are the last message to it, the last one from it, and memory for
+    the next.
+    """
+    is_end = layout.stages_per_rank == 1 and rank in (0, layout.mesh.pp - 1)
+    num_neighbours = 1 if is_end or layout.mesh.pp == 2 else 2
+    return 3.0 * num_neighbours * boundary_bytes
+
+
 def memory_of_whole(
-    sizes: Sequence[int], shard_size: int | None, activations: float, states: float
+    sizes: Sequence[int], shard_size: int | None, held: Held, *, num_replicas: int = 1
 ) -> RankMemory:
     """Returns the memory of a rank without stages, whose FSDP units are the layers.
 
     Args:
         sizes: Bytes of each layer's parameters.
         shard_size: Number of ranks that share them; None without FSDP.
-        activations: Bytes of all activations.
-        states: Bytes of optimizer state for each byte of parameters.
+        held: What else it holds.
+        num_replicas: Number of ranks that average gradients, without FSDP.
     """
-    neighbours = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
-    part = TrainedPart(sum(sizes), round(activations))
+    units = [size for size in sizes if size] or [0]
+    neighbours = max(map(sum, zip(units, [*units[1:], 0], strict=True)))
+    part = TrainedPart(sum(sizes), round(held.activations))
     if shard_size is None:
-        return _with_states(replicated(part, 1), states)
-    return _with_states(sharded(part, shard_size, neighbours, max(sizes)), states)
+        new_buckets = part.parameter_bytes if num_replicas > 1 else 0
+        return held.added_to(replicated(part, 1), at_start=new_buckets)
+    return held.added_to(sharded(part, shard_size, neighbours, max(sizes)))
 
 
-def memory_of_part(
-    parameters: int, shard_size: int, activations: float, states: float
-) -> RankMemory:
+def memory_of_part(parameters: int, shard_size: int, held: Held) -> RankMemory:
     """Returns the memory of a rank with stages.
 
     Sharded stages hold parameters and accumulated gradients whole from the first micro-batch to the
@@ -47,19 +131,14 @@ def memory_of_part(
     Args:
         parameters: Bytes of the parameters of all its stages.
         shard_size: Number of ranks that share them.
-        activations: Bytes of the activations of all micro-batches in flight.
-        states: Bytes of optimizer state for each byte of parameters.
+        held: What else it holds.
     """
+    kept = round(held.activations)
     if shard_size == 1:
-        return _with_states(pipelined(TrainedPart(parameters, round(activations)), 1), states)
+        return held.added_to(pipelined(TrainedPart(parameters, kept), 1))
     share = -(-parameters // shard_size)
-    kept = round(activations)
     memory = RankMemory(share, share, 0, kept, unsharded=parameters, buffers=parameters)
-    return _with_states(memory, states)
-
-
-def _with_states(memory: RankMemory, states: float) -> RankMemory:
-    return replace(memory, optimizer_state=round(states * memory.parameters))
+    return held.added_to(memory)
 
 
 def count_flights(actions: Sequence[Action]) -> Flights:

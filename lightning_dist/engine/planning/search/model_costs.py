@@ -24,11 +24,14 @@ class MeasuredBatch:
         num_samples: Samples of the micro-batch.
         step: Costs of the layers, and of the rest of the step.
         rest_bytes: Bytes that a forward keeps outside of the layers, for the loss.
+        transient_bytes: Most bytes that the loss and its backward hold for a moment, besides what
+            forwards keep.
     """
 
     num_samples: int
     step: StepCosts
     rest_bytes: int = 0
+    transient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,9 @@ class ModelCosts:
         layers: The argument of :class:`.PipelineConfig` of this name that finds the layers.
         waiting: How much longer layers take where ranks compute at the same time and meet.
         adding_seconds: Time of adding a byte of gradients to those of earlier micro-batches.
+        update_bytes: Bytes that an update of all parameters needs for a moment.
+        updates_together: Whether these grow with the number of parameters (``foreach``); else they
+            are of the largest one.
 
     Raises:
         ValueError: There is no size, or sizes are of different layers.
@@ -87,6 +93,8 @@ class ModelCosts:
     layers: str = "auto"
     waiting: float = 1.0
     adding_seconds: float = 0.0
+    update_bytes: float = 0.0
+    updates_together: bool = False
 
     def __post_init__(self) -> None:
         """Checks the sizes."""
@@ -204,7 +212,7 @@ def _blend(below: MeasuredBatch | None, above: MeasuredBatch, share: float) -> M
     )
     own = mixed(None if below is None else below.step, above.step, _STEP_FIELDS)
     return MeasuredBatch(
-        **mixed(below, above, ["num_samples", "rest_bytes"]),
+        **mixed(below, above, ["num_samples", "rest_bytes", "transient_bytes"]),
         step=replace(above.step, layers=layers, **own),
     )
 
@@ -223,6 +231,7 @@ def _shard(layer: LayerCosts, left: float, num_meetings: int) -> LayerCosts:
         backward_seconds=layer.backward_seconds * left,
         parameter_bytes=round(layer.parameter_bytes * left),
         activation_bytes=kept + round((layer.activation_bytes - kept) * left),
+        shared_bytes=min(layer.shared_bytes, kept),
     )
 
 
@@ -236,4 +245,5 @@ def _recompute(layer: LayerCosts) -> LayerCosts:
         layer,
         backward_seconds=layer.backward_seconds + layer.forward_seconds,
         activation_bytes=min(layer.activation_bytes, layer.boundary_bytes),
+        shared_bytes=0,
     )

@@ -38,6 +38,7 @@ class ActivationMeter:
         self._own = {p.untyped_storage().data_ptr() for p in parameters}
         self._weights = weights
         self._users: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
         self._watch = SavedTensorsWatch(self._note)
         self.num_bytes = 0
         self.peak_bytes = 0
@@ -69,9 +70,15 @@ class ActivationMeter:
         users = self._users.get(place, 0)
         self._users[place] = users + 1
         if not users:
+            self._sizes[place] = num_bytes
             self.num_bytes += num_bytes
             self.total_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def shared_bytes(self, others: Iterable[ActivationMeter]) -> int:
+        """Returns the bytes of what other meters count at the moment, too."""
+        places = {place for other in others for place in other._users}
+        return sum(self._sizes[place] for place in self._users.keys() & places)
 
     def remove_user(self, place: int, num_bytes: int) -> None:
         """Counts one user less of the memory at an address."""

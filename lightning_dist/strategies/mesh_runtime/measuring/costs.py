@@ -9,24 +9,22 @@ that is not there, and then the tensors need no values.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch import nn
 from typing_extensions import override
 
-from lightning_dist.engine.common.device_group import finish
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
-from lightning_dist.engine.pipeline.microbatch import Loss, batch_size_of, split
+from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch, batch_size_of, split
 from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
-from lightning_dist.engine.planning.layer_costs import StepCosts
+from lightning_dist.engine.planning.layer_costs import StepCosts, activations_of
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import (
     MeasuredBatch,
@@ -47,9 +45,11 @@ from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from lightning_dist.engine.tensors.observers import OperationWatch
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
+from lightning_dist.strategies.mesh_runtime.measuring.moments import Moments, measure_moments
+from lightning_dist.strategies.mesh_runtime.measuring.updates import TimedUpdate, seconds_of
 
 _ROUNDS, _REPEATS = 5, 2
-_FIRST_RUNS, _RUNS = 2, 5  # of updates and sums; the first ones make states, and touch memory
+_FIRST_RUNS, _RUNS = 2, 5  # of sums; the first ones touch memory
 _LAUNCH_SECONDS = 4e-6  # of an operation on a GPU
 _MOST_SIZES = 8
 _FEWER = 2  # a measured micro-batch has so many times fewer samples than the next
@@ -96,7 +96,13 @@ class Measurement:
             if statistics and num_samples > 1:  # BatchNorm takes no single sample
                 sizes = sorted({max(2, size) for size in sizes}, reverse=True)
             adding = self._adding_seconds(module)
-            update = _TimedUpdate(module, self.device, self.states_per_parameter)
+            moments = Moments()
+            if self.flops_per_second is None:
+                micros = [_micro(batch, size) for size in sizes]
+                run = partial(self._step, module, clock=Recorder(0, self.device), keeps=True)
+                states = self.states_per_parameter
+                moments = measure_moments(module, parts, run, micros, self.device, states)
+            update = TimedUpdate(module, self.device, self.states_per_parameter)
             rounds = [
                 [self._measure(module, parts, batch, size, update) for size in sizes[::-1]]
                 for _ in range(1 if self.flops_per_second else _ROUNDS)
@@ -108,13 +114,15 @@ class Measurement:
             ]
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         costs = ModelCosts(
-            tuple(update.added_to(batch) for batch in measured),
+            tuple(update.added_to(moments.added_to(batch)) for batch in measured),
             states_per_parameter=self.states_per_parameter,
             num_parameters=sum(p.requires_grad for p in module.parameters()),
             can_cut=can_cut,
             is_tied=len(names) > len(list(module.parameters())),
             whole_batches=bool(statistics),
             adding_seconds=adding,
+            update_bytes=moments.update_bytes,
+            updates_together=self.device.type != "cpu",
         )
         return (
             costs
@@ -128,10 +136,9 @@ class Measurement:
         parts: Sequence[Part],
         batch: Any,
         size: int,
-        update: _TimedUpdate,
+        update: TimedUpdate,
     ) -> MeasuredBatch:
-        whole = batch_size_of(batch) or size
-        micro = split(batch, max(1, whole // size))[0]
+        whole, micro = batch_size_of(batch) or size, _micro(batch, size)
         clock = Recorder(0, self.device)
         watch: AbstractContextManager[Any] = nullcontext()
         repeats = _REPEATS
@@ -149,11 +156,6 @@ class Measurement:
                     profiler.start()  # discards the first, which allocates
                 for _ in range(repeats):
                     self._step(module, micro.content, clock, update if size == whole else None)
-        except Exception as error:
-            error.add_note(
-                "The planner runs `training_step` on one rank to measure it, outside of a fit."
-            )
-            raise
         finally:
             profiler.stop()
         layers = tuple(profile for _, profile in sorted(profiler.profile().layers.items()))
@@ -164,7 +166,7 @@ class Measurement:
             name = f"{kind.name.lower()}_seconds"
             in_layers = sum(getattr(layer, name) for layer in layers)
             rest[f"loss_{name}"] = max(0.0, median(taken[-max(1, repeats) :]) - in_layers)
-        kept = max(0, meter.peak_bytes - sum(layer.activation_bytes for layer in layers))
+        kept = max(0, meter.peak_bytes - activations_of(layers))
         step = StepCosts(layers, **rest)
         return MeasuredBatch(micro.num_samples, step, kept)
 
@@ -173,17 +175,25 @@ class Measurement:
         module: pl.LightningModule,
         batch: Any,
         clock: Recorder,
-        update: _TimedUpdate | None = None,
+        update: TimedUpdate | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
         arguments = arguments_of(module.training_step, batch, 1)
-        with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.FORWARD, 0)), self.context():
-            loss = Loss.of(module.training_step(*arguments)).value
-        with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.BACKWARD, 0)):
-            loss.backward()
+        try:
+            with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.FORWARD, 0)), self.context():
+                loss = Loss.of(module.training_step(*arguments)).value
+            with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.BACKWARD, 0)):
+                loss.backward()
+        except Exception as error:
+            error.add_note(
+                "The planner runs `training_step` on one rank to measure it, outside of a fit."
+            )
+            raise
         if update is not None:
             update.run()
-        for parameter in module.parameters():
-            parameter.grad = None
+        if not keeps:
+            module.zero_grad()
 
     def _adding_seconds(self, module: nn.Module) -> float:
         """Times adding gradients to gradients, and returns the seconds of a byte."""
@@ -196,62 +206,14 @@ class Measurement:
             for held, gradient in zip(sums, new, strict=True):
                 held.add_(gradient)
 
-        taken = [_seconds_of(add, self.device) for _ in range(_FIRST_RUNS + _RUNS)]
+        taken = [seconds_of(add, self.device) for _ in range(_FIRST_RUNS + _RUNS)]
         return median(taken[_FIRST_RUNS:]) / max(1, sum(each.nbytes for each in sums))
 
 
-class _TimedUpdate:
-    """Times an optimizer on copies of a module's parameters, between the steps of the module.
-
-    By itself it would be slower than in a run, by half: an allocator without other tensors gives
-    an optimizer's temporary ones back to the host, and gets new pages for each.
-
-    Args:
-        module: The module, whose gradients the copies take.
-        device: Its device.
-        states_per_parameter: As for :func:`optimizer_of`.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device, states_per_parameter: int) -> None:
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._device, self._states = device, states_per_parameter
-        self._optimizer: Optimizer | None = None
-        self._taken: list[float] = []
-
-    def added_to(self, batch: MeasuredBatch) -> MeasuredBatch:
-        """Returns costs with the seconds of an update in the median; 0.0 if there was none."""
-        seconds = median(self._taken[_FIRST_RUNS:] or [0.0])
-        return replace(batch, step=replace(batch.step, update_seconds=seconds))
-
-    def run(self) -> None:
-        """Updates the copies by the parameters' present gradients."""
-        if not self._parameters:
-            return
-        if self._optimizer is None:
-            copies = [p.detach().clone() for p in self._parameters]
-            self._optimizer = optimizer_of(copies, self._states)
-        copies = self._optimizer.param_groups[0]["params"]
-        for copy, parameter in zip(copies, self._parameters, strict=True):
-            copy.grad = None if parameter.grad is None else dense(parameter.grad)
-        self._taken.append(_seconds_of(self._optimizer.step, self._device))
-
-
-def _seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    run()
-    finish(device)
-    return time.perf_counter() - start
-
-
-def dense(gradient: Tensor) -> Tensor:
-    """Returns a gradient as the optimizers of :func:`optimizer_of` take it."""
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def optimizer_of(parameters: Sequence[Tensor], states_per_parameter: int) -> Optimizer:
-    """Returns an optimizer that keeps so many tensors of a parameter's size."""
-    momentum = 0.9 if states_per_parameter else 0.0
-    return AdamW(parameters) if states_per_parameter > 1 else SGD(parameters, 0.1, momentum)
+def _micro(batch: Any, size: int) -> Microbatch:
+    """Returns the first micro-batch of so many samples."""
+    whole = batch_size_of(batch) or size
+    return split(batch, max(1, whole // size))[0]
 
 
 class _FlopRecorder(Recorder):

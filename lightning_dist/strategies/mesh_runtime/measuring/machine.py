@@ -35,7 +35,7 @@ from lightning_dist.engine.profiling.links import (
     seconds_of,
 )
 from lightning_dist.engine.schedules.registry import PipelineShape
-from lightning_dist.strategies.mesh_runtime.measuring.costs import optimizer_of
+from lightning_dist.strategies.mesh_runtime.measuring.updates import optimizer_of
 
 _LAST_BYTES = 1 << 22
 _NUM_UNITS = 4

@@ -44,7 +44,7 @@ from lightning_dist.engine.sharding.fully_shard import fill
 from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
-from lightning_dist.strategies.mesh_runtime.measuring.costs import dense, optimizer_of
+from lightning_dist.strategies.mesh_runtime.measuring.updates import dense, optimizer_of
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
+from lightning_dist.engine.planning.layer_costs import activations_of
 from lightning_dist.engine.profiling.meters.memory import ActivationMeter
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
@@ -139,6 +140,20 @@ def test_nobody_else_who_counts_misses_what_layers_keep() -> None:
     (first + second).sum().backward()
     layers = rank.profiler.profile().layers.values()
     assert [layer.activation_bytes for layer in layers] == 2 * [2 * 3 * 4 * 4]
+
+
+def test_what_two_layers_keep_is_shared() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    parts = [Part(f"{index}", layer, index) for index, layer in enumerate(layers)]
+    profiler = LayerProfiler(parts, Recorder(0, torch.device("cpu")))
+    profiler.start()
+    with ActivationMeter(p.detach() for p in layers.parameters()) as whole:
+        layers(torch.ones(3, 4)).sum().backward()
+    profiler.stop()
+    found = [costs for _, costs in sorted(profiler.profile().layers.items())]
+    assert [costs.activation_bytes for costs in found] == 3 * [3 * 4 * 4]
+    assert [costs.shared_bytes for costs in found] == [0, 0, 3 * 4 * 4]  # what ReLU returns
+    assert activations_of(found) == whole.peak_bytes
 
 
 def test_layers_in_half_precision_hold_a_version_beside_their_masters() -> None:

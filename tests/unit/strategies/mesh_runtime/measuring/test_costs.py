@@ -64,6 +64,33 @@ def test_bytes_are_those_of_a_real_step() -> None:
     assert real.rest_bytes > 4 * 16 * 256 * 4  # the loss keeps log-probabilities
 
 
+class Wide(L.LightningModule):
+    """Keeps little, and needs much more for a moment: a gradient of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 1, bias=False))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.layers(batch).mean()
+
+
+@pytest.mark.parametrize(("states", "update"), [(2, 2), (0, 0)])
+def test_moments_of_a_backward_and_an_update(states: int, update: int) -> None:
+    matrix = 64 * 64 * 4
+    costs = Measurement(states_per_parameter=states).costs(Wide(), torch.ones(2, 64))
+    for batch in costs.batches:
+        wide, last = batch.step.layers
+        # The gradient of its output, and a new one of its weights. The batch is there before.
+        row = batch.num_samples * 64 * 4
+        assert matrix - row <= wide.transient_bytes <= matrix + row
+        assert last.transient_bytes <= 3 * row
+    assert update * matrix <= costs.update_bytes <= update * matrix + 64
+    assert not costs.updates_together
+    counted = META.costs(skeleton_of(Wide()), torch.ones(2, 64, device="meta"))
+    assert counted.update_bytes == 0
+
+
 def test_a_measurement_leaves_no_trace() -> None:
     module = Whole().eval()
     before = {name: value.clone() for name, value in module.state_dict().items()}

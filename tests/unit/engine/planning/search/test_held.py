@@ -1,0 +1,104 @@
+"""The bytes that a rank holds at the worst of three moments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.planning.layer_costs import (
+    LayerCosts,
+    activations_of,
+    transients_of,
+)
+from lightning_dist.engine.planning.search.held import (
+    Held,
+    bytes_between_stages,
+    held_beside,
+    memory_of_part,
+    memory_of_whole,
+)
+from lightning_dist.engine.planning.search.layout import Layout
+from tests.unit.engine.planning.search.models import model
+
+LAYERS = [
+    LayerCosts("a", 1.0, 1.0, activation_bytes=30, transient_bytes=8),
+    LayerCosts("b", 1.0, 1.0, activation_bytes=20, shared_bytes=5, transient_bytes=14),
+    LayerCosts("c", 1.0, 1.0, activation_bytes=10, shared_bytes=2, transient_bytes=7),
+]
+
+
+def test_layers_of_one_rank_share_what_they_pass_on() -> None:
+    assert activations_of(LAYERS) == 30 + 15 + 8
+    assert activations_of(LAYERS[1:]) == 20 + 8
+    assert activations_of([]) == 0
+    whole = LayerCosts.of_parts(LAYERS)
+    assert (whole.activation_bytes, whole.shared_bytes) == (53, 0)
+    assert LayerCosts.of_parts(LAYERS[1:]).shared_bytes == 5
+
+
+def test_a_backward_has_room_where_later_layers_have_been() -> None:
+    assert transients_of(LAYERS) == 7  # b needs 14 where c's 8 were
+    assert transients_of(LAYERS, rest_bytes=2) == 5
+    assert transients_of(LAYERS[:2]) == 14
+    assert LayerCosts.of_parts(LAYERS).transient_bytes == 7
+
+
+@pytest.mark.parametrize(
+    ("held", "temporary"),
+    [
+        (Held(2.0, 50), 0),
+        (Held(2.0, 50, backward=7), 7),
+        (Held(2.0, 50, backward=7, update=40), 7),
+        (Held(2.0, 50, backward=7, update=60), 10),
+    ],
+)
+def test_the_worst_moment_of_a_whole_model(held: Held, temporary: int) -> None:
+    memory = memory_of_whole([10, 0, 10], None, held)
+    assert (memory.parameters, memory.gradients, memory.optimizer_state) == (20, 20, 40)
+    assert memory.temporary == temporary
+    assert memory.peak == 20 + 20 + 40 + 50 + temporary
+
+
+def test_replicas_make_their_buckets_anew() -> None:
+    few, many = Held(2.0, 5), Held(2.0, 500)
+    assert memory_of_whole([10, 10], None, few, num_replicas=2).peak == 5 * 20
+    assert memory_of_whole([10, 10], None, few).peak == 4 * 20 + 5
+    assert memory_of_whole([10, 10], None, many, num_replicas=2).peak == 4 * 20 + 500
+
+
+def test_layers_without_parameters_are_no_units() -> None:
+    assert memory_of_whole([10, 0, 10, 0], 2, Held(2.0, 5)).unsharded == 20
+    assert memory_of_whole([0, 0], 2, Held(2.0, 5)).unsharded == 0
+
+
+def test_stages_have_messages() -> None:
+    memory = memory_of_part(20, 1, Held(2.0, 50, backward=7, update=60, messages=4))
+    assert (memory.buffers, memory.temporary) == (4, 10)
+    shards = memory_of_part(20, 2, Held(2.0, 50, messages=4))
+    assert (shards.unsharded, shards.buffers) == (20, 20 + 4)
+
+
+@pytest.mark.parametrize(
+    ("pp", "stages_per_rank", "pairs"), [(2, 1, [1, 1]), (2, 2, [1, 1]), (3, 1, [1, 2, 1])]
+)
+def test_messages_go_to_the_ranks_beside(pp: int, stages_per_rank: int, pairs: list[int]) -> None:
+    layout = Layout(MeshShape(pp=pp), 8, num_microbatches=8, stages_per_rank=stages_per_rank)
+    assert [bytes_between_stages(layout, rank, 3.0) for rank in range(pp)] == [
+        9.0 * count for count in pairs
+    ]
+
+
+@pytest.mark.parametrize(("together", "update"), [(False, 60.0), (True, 15.0)])
+def test_an_update_needs_what_its_largest_parameter_or_all_of_them_need(
+    together: bool, update: float
+) -> None:
+    costs = replace(model(), update_bytes=60.0, updates_together=together)  # of 400 bytes
+    layout = Layout(MeshShape(pp=2), 8)
+    assert held_beside(costs, layout, 100, 0.0, 0.0).update == update
+    assert held_beside(costs, layout, 20, 0.0, 0.0).update == min(
+        40.0, update / 5 if together else 60.0
+    )
+    shards = replace(layout, mesh=MeshShape(pp=2, dp_shard=2))
+    assert held_beside(costs, shards, 100, 0.0, 0.0).update == update / 2
