@@ -11,29 +11,69 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_dist.engine.tensors.patch import Undo
 
 
+class GroupGather:
+    """Gathers a metric's states over some ranks: its ``dist_sync_fn`` during a run.
+
+    Metrics are copied and pickled with all of their attributes, by ``clone()`` or among saved
+    hyperparameters, and a process group can be neither. A copy shares this object, and a pickle has
+    the function behind it.
+
+    Args:
+        gather: The function that gathers, by default torchmetrics' own.
+        group: The ranks, where the metric itself has no process group.
+    """
+
+    def __init__(
+        self, gather: Callable[..., list[Tensor]] | None, group: dist.ProcessGroup
+    ) -> None:
+        self._gather = gather or gather_all_tensors
+        self._group: dist.ProcessGroup | None = group
+
+    def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:
+        """Returns the state of each rank."""
+        return self._gather(result, group=self._group if group is None else group)
+
+    def __deepcopy__(self, memo: object) -> GroupGather:
+        """Returns itself."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the function behind it, which needs this package no more."""
+        return partial, (self._gather,)
+
+    def close(self) -> None:
+        """Forgets the ranks: copies gather over all of them from now on."""
+        self._group = None
+
+
 def reduce_metrics_over(module: nn.Module, group: dist.ProcessGroup) -> Undo:
-    """Sets the process group of each metric of a module that has none, to be pickled again.
+    """Lets the metrics of a module be reduced over some ranks, unless they have a group.
 
     Args:
         module: The user's module.
         group: The ranks that read different data.
     """
-    metrics = [m for m in module.modules() if isinstance(m, Metric) and m.process_group is None]
-    for metric in metrics:
-        metric.process_group = group
+    changed = [(m, m.dist_sync_fn) for m in module.modules() if isinstance(m, Metric)]
+    gathers = []
+    for metric, own in changed:
+        gathers.append(GroupGather(own, group))
+        metric.dist_sync_fn = gathers[-1]
 
     def undo() -> None:
-        for metric in metrics:
-            metric.process_group = None
+        for (metric, own), gather in zip(changed, gathers, strict=True):
+            metric.dist_sync_fn = own
+            gather.close()
 
     return undo
 
@@ -61,12 +101,12 @@ class StageMetrics:
         self._source = source
         self._is_source = is_source
         self._in_step = False
-        self._originals: list[tuple[Metric, Callable[..., Any], Any]] = []
+        self._originals: list[tuple[Metric, Callable[..., Any]]] = []
+        self._undo = reduce_metrics_over(module, data_group)
         for metric in module.modules():
             if isinstance(metric, Metric):
-                self._originals.append((metric, metric.compute, metric.process_group))
+                self._originals.append((metric, metric.compute))
                 metric.compute = self._shared(metric.compute)  # type: ignore[method-assign]
-                metric.process_group = data_group
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -79,10 +119,10 @@ class StageMetrics:
 
     def detach(self) -> None:
         """Restores the metrics."""
-        for metric, compute, process_group in self._originals:
+        for metric, compute in self._originals:
             metric.compute = compute  # type: ignore[method-assign]
-            metric.process_group = process_group
         self._originals.clear()
+        self._undo()
 
     def _shared(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def shared_compute(*args: Any, **kwargs: Any) -> Any:
