@@ -7,9 +7,10 @@ checkpoints, and take these names back (``register_state_dict_post_hook``,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -33,6 +34,28 @@ def names_of_saved(module: nn.Module) -> dict[str, str]:
         own = names.get(id(value), [key])
         found[key] = key if key in own else own[0]
     return found
+
+
+def with_own_values(
+    state: Mapping[str, Any], present: Mapping[str, Any], names: Collection[str]
+) -> dict[str, Any]:
+    """Returns a state in which some tensors are left as they are.
+
+    Nor are their parts converted from an older version. That adds what is missing: BatchNorm a
+    count of batches, where its tensors are away.
+
+    Args:
+        state: The state to load, without these tensors.
+        present: The module's own ``state_dict()``. Its ``_metadata`` has the versions; torch's
+            ``load_state_dict`` takes them from there, and no public name has them.
+        names: The names of these tensors in a whole state dict.
+    """
+    parts = {name.rpartition(".")[0] for name in names}
+    versions: dict[str, Any] = getattr(present, "_metadata", {})
+    found: Any = OrderedDict(state)
+    found.update({name: present[name] for name in present.keys() & names})
+    found._metadata = {part: versions[part] for part in parts & versions.keys()}
+    return cast("dict[str, Any]", found)
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.strategies.base.callback_order import order_callbacks
-from lightning_dist.strategies.base.checkpointing import LayoutFreeCheckpoints
 from lightning_dist.strategies.base.clipping import ClipGradNorm, clip_whole_gradient
 from lightning_dist.strategies.base.ending.stopping import (
     drain_before_validation,
@@ -42,7 +41,10 @@ from lightning_dist.strategies.base.ending.stopping import (
     stop_training_together,
 )
 from lightning_dist.strategies.base.lightning_loaders import resume_early_loader
+from lightning_dist.strategies.base.logged_graphs import log_graphs_of_whole
 from lightning_dist.strategies.base.model_checks import check_group_values
+from lightning_dist.strategies.base.saving.checkpointing import LayoutFreeCheckpoints
+from lightning_dist.strategies.base.saving.saved_modules import saved_modules_of
 
 StepContext: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Creates the context manager that a step of the user's runs in."""
@@ -88,6 +90,9 @@ class RunSetup(LayoutFreeCheckpoints):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.check_run(trainer)
+        saved_modules_of(self.module).restore(self.module)
+        if self.is_fitting and not self.has_plain_state:
+            self._undo += log_graphs_of_whole(trainer)
         self.place_model(trainer)
         self._is_laid_out = True
 

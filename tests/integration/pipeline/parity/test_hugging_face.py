@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_dist import MeshStrategy, PipelineStrategy
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensors.dtensor import whole
-from lightning_dist.strategies.base.part_warning import without_warning
+from lightning_dist.strategies.base.saving.part_warning import without_warning
 from tests.helpers.block_parity import largest_difference
 from tests.helpers.networks.hugging_face import MODELS, build, build_untied
 from tests.helpers.networks.models import make_optimizer, make_trainer, state_of

@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.engine.schedules.timeline import SpanKind
-from lightning_dist.strategies.base.part_warning import without_warning
+from lightning_dist.strategies.base.saving.part_warning import without_warning
 from tests.helpers.networks.models import (
     Classifier,
     ConvLayer,

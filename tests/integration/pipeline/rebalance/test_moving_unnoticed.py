@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.strategies.base.part_warning import without_warning
+from lightning_dist.strategies.base.saving.part_warning import without_warning
 from tests.helpers.networks.models import (
     Classifier,
     ConvLayer,

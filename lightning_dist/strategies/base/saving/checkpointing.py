@@ -39,18 +39,22 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     to_numbers,
 )
 from lightning_dist.engine.checkpoint.places import is_local, place_of
-from lightning_dist.engine.checkpoint.saved_names import sharding_what_is_loaded
+from lightning_dist.engine.checkpoint.saved_names import (
+    sharding_what_is_loaded,
+    with_own_values,
+)
 from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor
 from lightning_dist.engine.tensors.tree import map_leaves
-from lightning_dist.strategies.base.async_saving import AsyncSaving
 from lightning_dist.strategies.base.loaders.loader_states import (
     keep_loader_states,
     take_loader_states,
 )
 from lightning_dist.strategies.base.model_checks import check_group_values
-from lightning_dist.strategies.base.part_warning import warn_of_part, without_warning
+from lightning_dist.strategies.base.saving.async_saving import AsyncSaving
+from lightning_dist.strategies.base.saving.part_warning import warn_of_part, without_warning
+from lightning_dist.strategies.base.saving.saved_modules import saved_modules_of
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -242,7 +246,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
         if everyone is not None and not self.has_plain_state:
             check_group_values(self.optimizers, everyone)
         if not self.writes_one_file:
-            parts = checkpoints.split_parts(self._by_name(checkpoint), everyone)
+            named = saved_modules_of(self.module).put_into(self._by_name(checkpoint), {})
+            parts = checkpoints.split_parts(named, everyone)
             self.write_state(path, parts, partial(checkpoints.write_parts, path))
             if not self._has_told_form:
                 self._has_told_form = True
@@ -253,6 +258,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
             whole = self._gather(self._by_name(checkpoint))
         elif not self.is_global_zero:
             whole = None
+        if whole is not None:
+            whole = saved_modules_of(self.module).put_into(whole, whole["state_dict"])
 
         def write(group: dist.ProcessGroup | None, whole: dict[str, Any] | None) -> None:
             def write_file() -> None:
@@ -347,8 +354,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
         foreign = self.foreign_names()
         own = {n: value for n, value in checkpoint["state_dict"].items() if n not in foreign}
         if foreign:  # a module that has not been cut yet keeps its own values of them
-            present = self._own_state()
-            own |= {name: present[name] for name in foreign & present.keys()}
+            own = with_own_values(own, self._own_state(), foreign)
         with sharding_what_is_loaded(self.module):
             self.module.load_state_dict(own, strict=strict)
 

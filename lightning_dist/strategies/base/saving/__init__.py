@@ -1,0 +1,1 @@
+"""What a strategy writes into checkpoints, and takes from them."""
