@@ -39,7 +39,6 @@ from lightning_dist.engine.splitting.config import (
     ScheduleName,
     StalenessCorrection,
     Transport,
-    find_batch_statistics,
     share_among_stages,
     with_whole_batches,
 )
@@ -187,7 +186,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     def check_run(self, trainer: pl.Trainer) -> None:
         check_whole(self.module)
         self._config = replace(self._config, num_microbatches=self._num_microbatches)
-        self._statistics = find_batch_statistics(self.module) if self.is_fitting else ()
+        self._statistics = checks.find_statistics_of_all(self.module, self.world_group)
         if self._statistics:
             self._config = with_whole_batches(self._config, self.mesh.pp)
         if self.is_fitting:

@@ -223,8 +223,8 @@ class PipelineConfig:
 
     def evaluation_microbatches(self, num_ranks: int) -> int:
         """Returns the number of micro-batches of a batch that runs forward only."""
-        if self.asynchronous and num_ranks > 1:  # with one micro-batch all ranks but one would idle
-            return _MICROBATCHES_PER_RANK * num_ranks
+        if self.asynchronous and num_ranks > 1 and self.num_microbatches == "auto":
+            return _MICROBATCHES_PER_RANK * num_ranks  # or all ranks but one would idle
         return self.training_microbatches(num_ranks)
 
     def shape(self, mesh: MeshShape, rank: int, layers_per_stage: tuple[int, ...]) -> PipelineShape:
@@ -281,7 +281,7 @@ def share_among_stages(
     return MeshShape(pp=num_ranks, dp_replicate=world_size // num_ranks)
 
 
-def find_batch_statistics(module: nn.Module) -> tuple[str, ...]:
+def find_batch_statistics(module: nn.Module, *, in_any_mode: bool = False) -> tuple[str, ...]:
     """Lists the modules that would compute statistics of a training batch, with their classes.
 
     BatchNorm in training mode normalises a sample by all samples of its call. A micro-batch has
@@ -289,11 +289,12 @@ def find_batch_statistics(module: nn.Module) -> tuple[str, ...]:
 
     Args:
         module: The whole model, in the mode in which it trains.
+        in_any_mode: Whether it is in another mode now.
     """
     return tuple(
         f"{name} ({type(part).__name__})"
         for name, part in module.named_modules()
-        if isinstance(part, _BatchNorm) and part.training
+        if isinstance(part, _BatchNorm) and (in_any_mode or part.training)
     )
 
 

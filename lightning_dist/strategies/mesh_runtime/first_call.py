@@ -89,8 +89,9 @@ class FirstCall:
                 f" need what a later hook makes.{SET_AN_EXAMPLE}"
             ) from error
         if not seen:
+            missed = repr(path) if path else "`self(...)`"
             raise ValueError(
-                f"`{name}` did not call {path!r}, which layers='trace' is to cut. Call it once in"
+                f"`{name}` did not call {missed}, which layers='trace' is to cut. Call it once in"
                 " each step, or name the module that it calls with layers='trace:path'."
             )
         return seen[0]

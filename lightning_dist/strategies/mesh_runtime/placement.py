@@ -31,7 +31,6 @@ from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
 from lightning_dist.engine.splitting.config import (
     PipelineConfig,
-    find_batch_statistics,
     with_whole_batches,
 )
 from lightning_dist.engine.splitting.split import PipelineSplit
@@ -56,6 +55,7 @@ from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
 from lightning_dist.strategies.mesh_runtime.replicated_module import ReplicatedModule
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
+from lightning_dist.strategies.pipelining.checks import find_statistics_of_all
 
 
 class ShardedPlacement(LocalReplicas):
@@ -258,7 +258,7 @@ class ShardedPlacement(LocalReplicas):
             return ReplicatedModule(parallelize(self.module, self.mesh_of_ranks, asked))
         asked = replace(asked, is_manual=not self.module.automatic_optimization)
         if self.mesh.pp > 1:
-            statistics = find_batch_statistics(self.module)
+            statistics = find_statistics_of_all(self.module, self.world_group)
             config = with_whole_batches(config, self.mesh.pp) if statistics else config
             asked = replace(asked, pipeline=config)
         composed = parallelize(self.module, self.mesh_of_ranks, asked)

@@ -99,7 +99,7 @@ def _forward(
 
 @torch.no_grad()
 def _update_running_statistics(layer: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    if layer.running_mean is None or layer.running_var is None:
+    if not layer.track_running_stats or layer.running_mean is None or layer.running_var is None:
         return
     assert layer.num_batches_tracked is not None
     layer.num_batches_tracked += 1

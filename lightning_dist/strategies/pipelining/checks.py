@@ -12,13 +12,33 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.config import PipelineConfig, find_batch_statistics
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.model_checks import check_callbacks, check_finetuning
+
+
+def find_statistics_of_all(
+    module: pl.LightningModule, everyone: dist.ProcessGroup
+) -> tuple[str, ...]:
+    """Lists the modules of all stages that compute statistics of a training batch.
+
+    Evaluations list them too, in whatever mode they are: a batch is left whole in all runs alike.
+
+    Args:
+        module: The user's module, which an earlier run may have cut.
+        everyone: A gloo group of all ranks; each must call this.
+    """
+    is_fitting = module.trainer.state.fn == TrainerFn.FITTING
+    own = find_batch_statistics(module, in_any_mode=not is_fitting)
+    found: list[Any] = [None] * dist.get_world_size(everyone)
+    dist.all_gather_object(found, own, group=everyone)
+    return tuple(dict.fromkeys(name for names in found for name in names))
 
 
 def check_trainer(

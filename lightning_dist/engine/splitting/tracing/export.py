@@ -16,7 +16,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, is_concrete_int
 from torch.utils import _pytree as pytree
@@ -54,7 +55,11 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
     """
     shapes = pytree.tree_map(_open_dims, dict(call.arguments))
     # With gradients in any case, so that a block under `no_grad` is visible in the graph.
-    with torch.inference_mode(False), torch.enable_grad(), _nothing_lost(), _quiet():
+    with ExitStack() as around:
+        for context in (torch.inference_mode(False), torch.enable_grad(), _nothing_lost()):
+            around.enter_context(context)
+        around.enter_context(_quiet())
+        around.enter_context(_unchecked_distributions())
         try:
             program = torch.export.export(
                 module, call.args, call.kwargs, dynamic_shapes=shapes, strict=False
@@ -111,6 +116,13 @@ def _nothing_lost() -> Iterator[None]:
                 " it from the forward; or, if it is a running value, register it as a buffer and"
                 " write into that in place."
             )
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Lets distributions take parameters without a look at their values, which a graph has not."""
+    with mock.patch.object(Distribution, "_validate_args", False):
+        yield
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -175,9 +176,10 @@ class TracedLayers(LayerSequence):
 
 
 class _TracedForward:
-    """The forward of a traced module."""
+    """The forward of a traced module, with the signature of the user's own."""
 
     def __init__(self, sequence: TracedSequence) -> None:
+        update_wrapper(self, sequence.traced.forward)
         self.sequence = sequence
         self._paused = sequence.compiler.pause(self._run)
 

@@ -185,7 +185,9 @@ def _find_trainable(module: nn.Module, has_forward: Callable[[], bool]) -> str:
     ]
     has_own = any(p.requires_grad for p in module.parameters(recurse=False))
     if len(holders) == 1 and not has_own:
-        return holders[0]
+        only = module.get_submodule(holders[0])
+        if not isinstance(only, nn.ModuleList | nn.ModuleDict):  # which are never called
+            return holders[0]
     if has_forward():
         return ""
     raise ValueError(
