@@ -108,8 +108,10 @@ def reraise_mixed_dtensor_error() -> Iterator[None]:
         if _TORCH_SAYS not in str(error):
             raise
         raise ValueError(
-            "A step has computed with a parameter itself beside other tensors, a penalty on weights"
-            " for instance, and each rank has a part of it only. Use the optimizer's weight_decay"
-            " for that, or compute it inside of the layer that has the parameter."
+            "A step has computed with a parameter of which each rank has a part only. Parameters"
+            " are whole while the module runs that is sharded as a unit. If the step calls layers"
+            " inside of a unit, and not the unit, let `wrap=` name what it calls. If it adds a"
+            " penalty on weights, use the optimizer's weight_decay. If it changes weights (a"
+            " teacher's, say), use DDPStrategy."
             f" ({str(error).splitlines()[0]})"
         ) from error

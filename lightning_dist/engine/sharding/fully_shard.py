@@ -102,9 +102,14 @@ def _param_groups(root: nn.Module) -> Iterator[Any]:
     """Yields the groups of parameters that FSDP2 gathers together."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            found = getattr(state, "_fsdp_param_groups", None)  # in newer versions
-            yield from filter(None, [state._fsdp_param_group] if found is None else found)
+            yield from groups_of(module)
+
+
+def groups_of(module: FSDPModule) -> list[Any]:
+    """Returns the groups of parameters that FSDP2 gathers for a module's own call."""
+    state: Any = module._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)  # in newer versions
+    return [*filter(None, [state._fsdp_param_group] if found is None else found)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
 from lightning_dist.engine.pipeline.measurements import Measurements
 from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.sharding.calls_beside_steps import CallsBesideSteps
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
 from lightning_dist.engine.sharding.fully_shard import (
     forget_step,
@@ -34,6 +35,7 @@ from lightning_dist.engine.sharding.manual_steps import ManualSteps
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
+from lightning_dist.engine.sharding.written_weights import keep_written_weights
 from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary, summarise
 from lightning_dist.engine.tensors.patch import user_state_kept
@@ -82,6 +84,10 @@ class ShardedModule:
         self._are_trained = b""  # a flag for each parameter
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
+        keep_written_weights(self._shards)
+        self._beside: CallsBesideSteps | None = None
+        if self._shards and composed.split is None:
+            self._beside = CallsBesideSteps(self.module, self._roots[0])
         self._units = units
         self._unused = unused
         self._manual = ManualSteps(self._roots[0]) if composed.is_manual else None
@@ -186,7 +192,8 @@ class ShardedModule:
             self._unused.begin_step()
 
         def entered(*args: Any, **kwargs: Any) -> Any:
-            with self.check_units(training=training):
+            in_step = nullcontext() if self._beside is None else self._beside.step()
+            with in_step, self.check_units(training=training):
                 return self.wrap_step(step)(*args, **kwargs)
 
         (root,) = self._roots

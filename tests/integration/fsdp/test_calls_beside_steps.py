@@ -1,0 +1,99 @@
+"""Hooks and callbacks call a sharded module, or a part of it, as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_dist import FSDPStrategy
+from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
+
+HOOKS = (
+    "on_fit_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_train_epoch_end",
+    "on_fit_end",
+)
+
+
+class Encoder(nn.Module):
+    """Has parameters of its own around a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 8)
+        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.blocks(F.relu(self.first(x.flatten(1)))))
+        return result
+
+
+class Encoding(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.mean = Encoder(), MeanMetric()
+        self.seen: list[tuple[str, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.encoder(x)
+        return result
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.encoder(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.encoder(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Calling(L.Callback):
+    """Calls the module and its encoder in a hook; calls a metric on one rank only."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+        setattr(self, hook, self._call)
+
+    def _call(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(2, 2, 6)
+        before = torch.is_grad_enabled()
+        found = module(x), module.encoder(x * 2)
+        assert torch.is_grad_enabled() == before
+        module.seen += [(self.hook, value.detach().clone()) for value in found]
+        if trainer.is_global_zero:
+            module.mean(1.0)
+
+
+def fit(devices: int, hook: str) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
+    strategy: Any = FSDPStrategy() if devices > 1 else "auto"
+    callback = Calling(hook)
+    trainer = make_trainer(devices=devices, strategy=strategy, callbacks=[callback], max_epochs=2)
+    module = make_module(Encoding)
+    trainer.fit(module, make_loader(24), make_loader(8))
+    return state_of(module), module.seen
+
+
+@pytest.mark.some("on_train_batch_end", "on_fit_start", "on_validation_epoch_end")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_call_the_model(workers: WorkerPool, hook: str) -> None:
+    ((expected, seen),) = workers.run(1, fit, 1, hook)
+    assert seen
+    for state, own in workers.run(2, fit, 2, hook):  # both ranks read the same batches
+        for (name, value), (other, tensor) in zip(own, seen, strict=True):
+            assert name == other
+            torch.testing.assert_close(value, tensor, rtol=1e-10, atol=1e-12)
+        for key, tensor in expected.items():
+            torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-12)

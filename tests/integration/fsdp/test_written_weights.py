@@ -1,0 +1,93 @@
+"""What a step, or a layer's forward, writes into weights stays there, as on one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_dist import FSDPStrategy
+from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
+
+
+class Masked(nn.Module):
+    """Multiplies a mask onto its own weight, as MADE and PixelCNN do."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        self.register_buffer("mask", torch.tril(torch.ones(size, size)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data *= self.mask
+        result: Tensor = self.linear(x)
+        return result
+
+
+class Student(L.LightningModule):
+    """Has layers that write, and a teacher that follows in each step, in one of three ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.model = nn.Sequential(
+            nn.Flatten(), nn.Linear(12, 5), Masked(5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)
+        )
+        self.scale = nn.Parameter(torch.ones(3))
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+        self.teacher_scale = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        pairs = [*zip(self.model.parameters(), self.teacher.parameters(), strict=True)]
+        for own, slow in [*pairs, (self.scale, self.teacher_scale)]:
+            if self.way == "in place":
+                slow.mul_(0.9).add_(own, alpha=0.1)
+            elif self.way == "by data" or slow is not self.teacher_scale:
+                slow.data.mul_(0.9).add_(own.data, alpha=0.1)
+            else:  # of a shard, torch ignores it
+                slow.data = slow.data * 0.9 + own.data * 0.1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._follow()
+        logits = self.model(batch[0]) * self.scale
+        with torch.no_grad():
+            wanted = self.teacher(batch[0]) * self.teacher_scale
+        return F.cross_entropy(logits, batch[1]) + (logits - wanted).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
+STRATEGIES: dict[str, Any] = {
+    "one": lambda: "auto",
+    "shards": FSDPStrategy,
+    "kept": lambda: FSDPStrategy(reshard_after_forward=False),
+    "offloaded": lambda: FSDPStrategy(offload="cpu"),
+}
+
+
+def fit(name: str, way: str) -> dict[str, Tensor]:
+    strategy = STRATEGIES[name]()
+    trainer = make_trainer(devices=1 if name == "one" else 2, strategy=strategy, max_epochs=2)
+    module = make_module(Student, way=way)
+    trainer.fit(module, make_loader(24))
+    return state_of(module)
+
+
+@pytest.mark.some("by data-shards", "anew-shards", "in place-kept")
+@pytest.mark.parametrize("name", ["shards", "kept", "offloaded"])
+@pytest.mark.parametrize("way", ["in place", "by data", "anew"])
+def test_written_weights_stay(workers: WorkerPool, name: str, way: str) -> None:
+    (expected,) = workers.run(1, fit, "one", way)
+    for found in workers.run(2, fit, name, way):  # both ranks read the same batches
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12, msg=key)
