@@ -65,13 +65,16 @@ class ForwardInterceptor:
     Args:
         found: The layers of the pipelined module.
         remote: What a step sees of the remote layers.
-        is_whole: Whether all layers are on this rank, so that the module may be called at any time.
+        outside: Called with the arguments of a call outside of a step; None runs the module, all of
+            whose layers are on this rank.
     """
 
-    def __init__(self, found: Layers, remote: RemoteLayersView, *, is_whole: bool) -> None:
+    def __init__(
+        self, found: Layers, remote: RemoteLayersView, outside: Callable[..., Any] | None
+    ) -> None:
         module, self._compiler = found.module, found.compiler
         self._remote = remote
-        self._is_whole = is_whole
+        self._outside = outside
         self._own_forward: Callable[..., Any] = module.forward
         self._layers: Callable[..., Any] | None = None
         self._outputs: list[Any] = []
@@ -112,13 +115,9 @@ class ForwardInterceptor:
 
     def _forward(self, *arguments: Any, **keywords: Any) -> Any:
         if self._layers is None:
-            if self._is_whole:
-                return self._compiler.resume(self._own_forward, *arguments, **keywords)
-            raise ValueError(
-                "The pipelined module was called outside of a step. Its layers are on several"
-                " ranks: call it inside training_step, validation_step, test_step or"
-                " predict_step."
-            )
+            if self._outside is not None:
+                return self._outside(*arguments, **keywords)
+            return self._compiler.resume(self._own_forward, *arguments, **keywords)
         if self._outputs:
             raise ValueError(
                 "The step called the pipelined module twice. A pipeline runs each layer once per"

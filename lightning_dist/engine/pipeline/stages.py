@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,6 +80,7 @@ class OwnStages(Mapping[int, Stage]):
         self._stages: dict[int, Stage] = {}
         self._earlier_peaks: dict[int, int] = {}
         self._interceptor: ForwardInterceptor | StepInterceptor | None = None
+        self.on_call: Callable[..., Any] | None = None
         self._attach()
 
     @override
@@ -186,7 +188,17 @@ class OwnStages(Mapping[int, Stage]):
         if isinstance(self.found, WholeStep):
             return StepInterceptor()
         remote = RemoteLayersView(self.found, self.options.device)
-        return ForwardInterceptor(self.found, remote, is_whole=self.shape.num_stages == 1)
+        outside = None if self.shape.num_stages == 1 else self._run_outside
+        return ForwardInterceptor(self.found, remote, outside)
+
+    def _run_outside(self, *arguments: Any, **keywords: Any) -> Any:
+        if self.on_call is None:
+            raise ValueError(
+                "The pipelined module was called outside of a step. Its layers are on several"
+                " ranks: call it inside training_step, validation_step, test_step or"
+                " predict_step."
+            )
+        return self.on_call(*arguments, **keywords)
 
     def _make_stage(
         self,

@@ -106,7 +106,7 @@ class StagedModule(ShardedModule):
             self._split,
             self._config,
             complete_gradients,
-            wrapped=WrappedStages(self.root, gradients, self.wrap_step),
+            wrapped=WrappedStages(self.root, gradients, self.wrap_step, self.reshard),
         )
 
     @override

@@ -27,6 +27,7 @@ from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.pipelining.hook_log import HookLog
+from lightning_dist.strategies.pipelining.outside_calls import OutsideCalls
 from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
 from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness, StalenessLog
 from lightning_dist.strategies.pipelining.step_runner import StepRunner
@@ -43,11 +44,13 @@ class WrappedStages:
         gradients: Creates the holder of a stage's gradients until an update. Autograd runs the
             parameters' hooks in each backward. None for stages of whole layers.
         change_step: Wraps each of the user's steps.
+        reshard: Frees gathered parameters.
     """
 
     layers: Callable[[int], nn.Module]
     gradients: Callable[[int], HeldGradients] | None
     change_step: Callable[[Callable[..., Any]], Callable[..., Any]]
+    reshard: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class Session:
             self.pipeline.clear()
         self.hook_log.close()
         self.step_state.close()
+        self.pipeline.stages.on_call = None  # a cycle with a group, as above
         self.metrics.detach()
         self.pipeline.detach()
         self.channels.close(failed=failed)
@@ -181,6 +185,15 @@ def open_session(
         pp_ranks = dist.get_process_group_ranks(pp_group)
         last_rank = pp_ranks[homes[-1]]
         has_last = pipeline.stages.has_last
+        pipeline.stages.on_call = OutsideCalls(
+            pipeline,
+            pp_group,
+            last_rank,
+            device,
+            strategy.timeout_seconds,
+            change_step=None if wrapped is None else wrapped.change_step,
+            finish=None if wrapped is None else wrapped.reshard,
+        )
         metrics = StageMetrics(
             module,
             pipeline_group=pp_group,

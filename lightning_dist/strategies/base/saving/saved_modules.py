@@ -64,16 +64,13 @@ class SavedModules:
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
-        names: dict[int, list[str]] = {}
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            names.setdefault(id(tensor), []).append(name)
         own = {id(part) for part in module.modules()}
         self._saved: dict[int, SavedModule] = {}
 
         def keep(network: nn.Module) -> nn.Module:
             if id(network) in own:
                 with suppress(Exception):  # what cannot be copied is saved as it is, if it can be
-                    self._saved[id(network)] = SavedModule(network, names)
+                    self._saved[id(network)] = SavedModule(network, _names_by_id(module))
             return network
 
         self._held: dict[str, Any] = {}  # hyperparameters with such networks
@@ -114,6 +111,13 @@ def saved_modules_of(module: pl.LightningModule) -> SavedModules:
     if _ATTRIBUTE not in vars(module):
         vars(module)[_ATTRIBUTE] = SavedModules(module)
     return cast("SavedModules", vars(module)[_ATTRIBUTE])
+
+
+def _names_by_id(module: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return names
 
 
 def _map_modules(change: Callable[[nn.Module], nn.Module], value: Any) -> Any:

@@ -23,7 +23,7 @@ from lightning_dist import (
 from lightning_dist.__main__ import main
 from lightning_dist.engine.checkpoint import directory
 from lightning_dist.engine.checkpoint.files import is_sharded, load_full
-from lightning_dist.strategies.base import checkpointing
+from lightning_dist.strategies.base.saving import checkpointing
 from tests.helpers.networks.models import Classifier, make_module, make_trainer
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.pipeline.pipeline import Pipeline
 from tests.helpers.processes.threads import run_ranks, shapes_of, train_with
 
 LAYERS = (2, 2)
@@ -59,3 +60,17 @@ def test_a_module_that_torch_compiles_in_place_trains_the_same(schedule: str) ->
 def test_a_module_with_other_names_is_refused(schedule: str) -> None:
     with pytest.raises(ValueError, match=r"stage 0 .*'wrapped\.0\.0\.bias'.*module\.compile\(\)"):
         train(schedule, wraps=True)
+
+
+def call_outside(model: nn.Sequential, pipeline: Pipeline) -> str:
+    x = torch.ones(2, 4)
+    with pytest.raises(ValueError, match="outside of a step") as caught:
+        model(x)
+    pipeline.stages.on_call = lambda found: found + 1
+    assert torch.equal(model(x), x + 1)
+    return str(caught.value)
+
+
+def test_a_call_outside_of_a_step_is_refused_without_an_answer() -> None:
+    answers = run_ranks(make, shapes_of("1f1b", 2, LAYERS), call_outside)
+    assert all("training_step" in answer for answer in answers)

@@ -1,0 +1,90 @@
+"""Calls of the model outside of steps: a callback that draws samples at the end of an epoch, say.
+
+The layers are on several ranks, so all stages must make the call. It runs forward only, and each
+rank gets the last stage's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.tensors.tree import map_tensors
+
+_MOST_SECONDS = 120.0  # that a rank waits for others, which may write files in the same hook
+
+
+class OutsideCalls:
+    """Runs calls of the pipelined module that no step makes.
+
+    Args:
+        pipeline: This rank's stages.
+        group: A gloo group of the stages of this replica.
+        source: Global rank of the last stage.
+        device: Device of the outputs.
+        timeout_seconds: How long ranks wait for each other at most.
+        change_step: Wraps the call, as it does each step; None for none.
+        finish: Called after it; None for nothing.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        group: dist.ProcessGroup,
+        source: int,
+        device: torch.device,
+        timeout_seconds: float,
+        *,
+        change_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+        finish: Callable[[], None] | None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._change_step, self._finish = change_step, finish
+        self._group = group
+        self._source = source
+        self._device = device
+        self._timeout = timedelta(seconds=min(timeout_seconds, _MOST_SECONDS))
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Returns the module's output, without a graph. Collective: every stage must call it.
+
+        Raises:
+            ValueError: Batches are in flight, or another stage does not make the call.
+        """
+        pipeline = self._pipeline
+        if pipeline.asynchronous and pipeline.batches_since_drain:
+            raise ValueError(
+                f"The model was called in a hook while schedule={pipeline.shape.schedule!r} has"
+                " batches in flight. Call it in a step, in a hook of a validation, or in"
+                " `on_train_end`."
+            )
+        self._meet()
+        call: Callable[..., Any] = pipeline.stages.found.module
+        if self._change_step is not None:
+            call = self._change_step(call)
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                results = pipeline.evaluate_batch(None, lambda _: call(*arguments, **keywords), 1)
+            finally:
+                if self._finish is not None:
+                    self._finish()
+        sent = [map_tensors(Tensor.cpu, results[0]) if results else None]
+        dist.broadcast_object_list(sent, src=self._source, group=self._group)
+        return map_tensors(lambda tensor: tensor.to(self._device), sent[0])
+
+    def _meet(self) -> None:
+        try:
+            dist.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise ValueError(
+                "The model was called outside of a step, and other stages have not called it"
+                f" within {self._timeout.total_seconds():g} s. Its layers are on several ranks, so"
+                " all must: not behind `if trainer.is_global_zero`, nor `@rank_zero_only`."
+                f" ({str(error).splitlines()[0]})"
+            ) from error
