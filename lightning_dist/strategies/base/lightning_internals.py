@@ -281,7 +281,7 @@ def forget_step_values(trainer: pl.Trainer) -> None:
             item._forward_cache = None
 
 
-def set_step_value(metric: Metric, value: Tensor) -> None:
+def set_step_value(metric: Metric, value: Tensor | None) -> None:
     """Sets the value that a metric reports for the present step.
 
     Lightning reads ``_forward_cache`` for ``self.log(metric, on_step=True)``. Only the last stage

@@ -49,6 +49,7 @@ class LogCall:
         dtype: Dtype of the logged tensor.
         metric: Name of the logged torchmetrics object in the module, None for plain values.
         batch_size: Weight of the batch by the call's own batch sizes, or None.
+        has_value: Whether there is a value for the step; a metric may only have been updated.
     """
 
     name: str
@@ -56,6 +57,7 @@ class LogCall:
     dtype: torch.dtype
     metric: str | None = None
     batch_size: float | None = None
+    has_value: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class _Recorded:
 
     def combine(self, given_size: GivenSize, *, counts: bool) -> tuple[LogCall, Number]:
         if not self.values:
-            return self.call, float("nan")
+            return replace(self.call, has_value=False), float("nan")
         if self.given:
             rows = [microbatch.num_samples for microbatch in self.microbatches]
             weights, total = given_size.weights_of(rows, self.given)
@@ -232,7 +234,7 @@ class StepLog:
             logged: Tensor | Metric = tensor
             if call.metric is not None:
                 logged = self._metric(call.metric)
-                set_step_value(logged, tensor)
+                set_step_value(logged, tensor if call.has_value else None)
             size = log.num_samples if call.batch_size is None else call.batch_size
             options = {"batch_size": size, **call.options}
             if not options.get("rank_zero_only"):

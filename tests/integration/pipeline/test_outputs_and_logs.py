@@ -8,6 +8,7 @@ import pytest
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
+from torchmetrics import SumMetric
 
 from lightning_dist import PipelineStrategy
 from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
@@ -146,3 +147,33 @@ def test_functions_of_a_lambda_callback_reduce_over_stages(workers: WorkerPool) 
     assert "squares_epoch" in expected
     for found in workers.run(2, log_in_lambda, 2):
         assert found == pytest.approx(expected, abs=1e-6)
+
+
+class OnlyUpdates(Classifier):
+    """Updates a metric by itself, and logs it: it has a value for the epoch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.total.update(batch[1])
+        self.log("per_step", self.total)
+        self.log("both", self.total, on_step=True, on_epoch=True)
+        return loss
+
+
+def fit_updated(devices: int) -> dict[str, float]:
+    strategy: Any = PipelineStrategy() if devices > 1 else "auto"
+    trainer = make_trainer(devices=devices, strategy=strategy, limit_val_batches=0)
+    trainer.fit(make_module(OnlyUpdates), make_loader(24), make_loader(8))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_a_metric_that_is_only_updated_has_no_value_for_the_step(workers: WorkerPool) -> None:
+    (expected,) = workers.run(1, fit_updated, 1)
+    assert expected.keys() & {"per_step", "both_step"} == set()
+    assert expected["both_epoch"] > 0
+    for found in workers.run(2, fit_updated, 2):
+        assert found == pytest.approx(expected)
