@@ -96,16 +96,24 @@ def _parts(optimizer: Optimizer, group: _Group) -> list[_Group]:
     ]
 
 
-_TORCH_SAYS = "got mixed torch.Tensor and DTensor"
+_MIXED = "got mixed torch.Tensor and DTensor"
+_FREED = "out of bounds for storage of size 0"
 
 
 @contextmanager
-def reraise_mixed_dtensor_error() -> Iterator[None]:
-    """Raises torch's error about mixed DTensors and plain tensors again, with advice."""
+def explain_shard_errors() -> Iterator[None]:
+    """Raises torch's errors about parts of parameters, or gathered ones, again, with advice."""
     try:
         yield
     except RuntimeError as error:
-        if _TORCH_SAYS not in str(error):
+        if _FREED in str(error):
+            raise ValueError(
+                "A backward needed a parameter that FSDP2 had not gathered for it. An operation"
+                " writes in place into the output of a unit: `nn.ReLU(inplace=True)` behind a"
+                " linear layer that is a unit, say. Leave `inplace=True` out, or let `wrap=` name"
+                f" the module around both. ({str(error).splitlines()[0]})"
+            ) from error
+        if _MIXED not in str(error):
             raise
         raise ValueError(
             "A step has computed with a parameter of which each rank has a part only. Parameters"

@@ -139,6 +139,8 @@ class ByClass(WrapPolicy):
     def __post_init__(self) -> None:
         """Checks the names."""
         _check_list("names", self.names)
+        if not all(isinstance(name, str) for name in self.names):
+            raise ValueError(f"names={self.names!r} must be names, such as 'torch.nn.Linear'.")
 
     def choose(self, module: nn.Module) -> list[Unit]:
         """Returns the instances of the classes as units."""

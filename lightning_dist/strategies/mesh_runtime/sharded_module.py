@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.missing_gradients import parameters_without_gradient
 from lightning_dist.engine.parallelize.composition import ParallelModule
-from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
+from lightning_dist.engine.parallelize.mixed_tensors import explain_shard_errors
 from lightning_dist.engine.pipeline.measurements import Measurements
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.sharding.calls_beside_steps import CallsBesideSteps
@@ -197,7 +197,7 @@ class ShardedModule:
                 return self.wrap_step(step)(*args, **kwargs)
 
         (root,) = self._roots
-        with context(), reraise_mixed_dtensor_error():
+        with context(), explain_shard_errors():
             if self._manual is None or not training:
                 return root(entered, *args, **kwargs)
             with self._manual.step():
@@ -246,7 +246,7 @@ class ShardedModule:
         self.end_check()
         if self._manual is not None and self._unused is not None:
             self._unused.keep_gradients()
-        with self.backward_context(), reraise_mixed_dtensor_error():
+        with self.backward_context(), explain_shard_errors():
             return default()
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.composition import ParallelModule
-from lightning_dist.engine.parallelize.mixed_tensors import reraise_mixed_dtensor_error
+from lightning_dist.engine.parallelize.mixed_tensors import explain_shard_errors
 from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
 from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.measurements import Measurements, gather_measurements
@@ -134,7 +134,7 @@ class StagedModule(ShardedModule):
         if self._unused is not None:
             self._unused.begin_step()
         self.session.updates.begin_batch()
-        with self.check_units(training=True), reraise_mixed_dtensor_error():
+        with self.check_units(training=True), explain_shard_errors():
             return self.session.runner.train(arguments_of_step(args, kwargs), context)
 
     @override

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -158,6 +159,36 @@ class BuiltInPart(BuiltLate):
         raise ValueError("the user's own mistake")
 
 
+class LayerByLayer(Classifier):
+    """Runs what is in its blocks, and never the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))
+        self.model = nn.ModuleList(blocks)  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].flatten(1)
+        for block in self.model:
+            for layer in block:  # type: ignore[attr-defined]
+                x = layer(x)
+        return x.square().mean()
+
+
+class WritesBehind(Classifier):
+    """Writes into what a linear layer returns for a sequence, a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, last = (nn.Linear(6, 6) for _ in range(3))
+        self.model = nn.Sequential(first, second, nn.ReLU(inplace=True), last)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with warnings.catch_warnings():  # torch's, that a view is returned
+            warnings.simplefilter("ignore")
+            return self.model(batch[0]).square().mean()
+
+
 def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[str, str, float]:
     start = time.monotonic()
     size = 32 + size_per_rank * int(os.environ["RANK"])
@@ -201,6 +232,8 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
         (Classifier, {"reshard_after_forward": 3}, 0, "reshard_after_forward=3.*2"),
         (Experts, BY_NAME, 0, "rank 0 at 'experts.0', rank 1 at 'experts.1'"),
         (Experts, {**BY_NAME, "find_unused_parameters": True}, 0, "different units.*DDPStrategy"),
+        (LayerByLayer, {}, 0, "layers inside of a unit, and not the unit, let `wrap=` name"),
+        (WritesBehind, {"wrap": ByClass(["Linear"])}, 0, "into the output of a unit.*inplace"),
         (Skips, {}, 0, "rank 0 at 'model.2', rank 1 at 'the end of the step'"),
     ],
 )
@@ -264,6 +297,11 @@ def test_unused_parameters_are_fine_when_told(workers: WorkerPool) -> None:
 def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FSDPStrategy(**arguments)
+
+
+def test_classes_are_named() -> None:
+    with pytest.raises(ValueError, match="must be names, such as 'torch.nn.Linear'"):
+        ByClass([nn.Linear])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("size", ["x", 1.5, 0])

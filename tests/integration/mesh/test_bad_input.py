@@ -176,14 +176,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
         {"tp": 2},
         {},
         8,
-        ["parameter itself", "weight_decay"],
+        ["each rank has a part only", "weight_decay"],
     ),
     "a penalty on weights of the last stage": (
         lambda: Penalised("model.3"),
         {"pp": 2, "tp": 2},
         {},
         8,
-        ["parameter itself", "weight_decay"],
+        ["each rank has a part only", "weight_decay"],
     ),
     "a penalty on weights of all stages": (
         lambda: Penalised("model"),
