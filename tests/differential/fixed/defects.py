@@ -212,4 +212,7 @@ DEFECTS: dict[str, Fixed] = {
         Case("pipedream", data="augmented", callbacks=("draws",))
     ),
     "drawn at random while read, sharded layers": Fixed(Case("tp", data="augmented")),
+    "layers that run again while a planner measures them": Fixed(
+        Case("auto", model="recomputed", precision="half", data="two")
+    ),
 }

@@ -181,10 +181,11 @@ class Measurement:
     ) -> None:
         arguments = arguments_of(module.training_step, batch, 1)
         try:
-            with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.FORWARD, 0)), self.context():
-                loss = Loss.of(module.training_step(*arguments)).value
-            with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.BACKWARD, 0)):
-                loss.backward()
+            with self.context():  # around the backward too, which may run layers again
+                with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.FORWARD, 0)):
+                    loss = Loss.of(module.training_step(*arguments)).value
+                with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.BACKWARD, 0)):
+                    loss.backward()
         except Exception as error:
             error.add_note(
                 "The planner runs `training_step` on one rank to measure it, outside of a fit."
