@@ -39,10 +39,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     to_numbers,
 )
 from lightning_dist.engine.checkpoint.places import is_local, place_of
-from lightning_dist.engine.checkpoint.saved_names import (
-    sharding_what_is_loaded,
-    with_own_values,
-)
+from lightning_dist.engine.checkpoint.saved_names import sharding_what_is_loaded, with_own_values
 from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor
@@ -328,8 +325,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
         with self.file_work(f"loading {path}"):
             checkpoint = self._load(path, weights_only)
         self.load_extra_state(checkpoint)
-        mesh = self.mesh
-        take_loader_states(checkpoint, mesh.data_index(self.global_rank), mesh.data_size)
+        take_loader_states(checkpoint, self.mesh.data_index(self.global_rank), self.mesh.data_size)
         return checkpoint
 
     def _load(self, path: str, weights_only: bool | None) -> dict[str, Any]:
