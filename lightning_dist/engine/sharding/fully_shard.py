@@ -179,6 +179,7 @@ def shard(
             shard_placement_fn=_shard_dim,
         )
         apart = set(kept.parameters())  # which it has replaced
+    scalars = {p for p in module.parameters() if is_frozen_scalar(p)}
     for unit in units:
         own = unit.reshard_after_forward
         fully_shard(
@@ -188,7 +189,7 @@ def shard(
             mp_policy=in_fp32 if unit.keep_fp32 else precision,
             offload_policy=offload,
             shard_placement_fn=_shard_dim,
-            ignored_params=apart,
+            ignored_params=apart | scalars,
         )
     # A root's input is the user's batch, targets too: their dtype is not ours to change.
     for root in roots:
@@ -199,11 +200,16 @@ def shard(
             mp_policy=replace(precision, cast_forward_inputs=False),
             offload_policy=offload,
             shard_placement_fn=_shard_dim,
-            ignored_params=apart,
+            ignored_params=apart | scalars,
         )
     for name, parameter in module.named_parameters():  # FSDP2 has replaced them
         vars(parameter).update(attributes.get(name, {}))
     return tuple(root for root in roots if isinstance(root, FSDPModule))
+
+
+def is_frozen_scalar(parameter: Tensor) -> bool:
+    """Returns whether a parameter has no dimension to shard, and no gradient: each rank has it."""
+    return parameter.ndim == 0 and not parameter.requires_grad
 
 
 def _check_dtypes(
@@ -307,7 +313,8 @@ def move_rest(module: nn.Module, roots: Iterable[FSDPModule], device: torch.devi
         roots: The sharded roots, inside of the module or around it.
         device: Device on which the module computes.
     """
-    sharded = {id(p) for root in roots for p in cast(nn.Module, root).parameters()}
+    parameters = (p for root in roots for p in cast(nn.Module, root).parameters())
+    sharded = {id(p) for p in parameters if not is_frozen_scalar(p)}
     # `.to` calls `_apply`, which metrics and FSDP2's modules override.
     module._apply(lambda t: t if id(t) in sharded else t.to(device))
 

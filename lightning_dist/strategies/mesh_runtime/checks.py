@@ -130,17 +130,22 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
             " is sharded. Call it there with `mesh=self.trainer.strategy.device_mesh`, or use"
             " wrap='auto'."
         )
-    scalars = [name for name, p in module.named_parameters() if p.ndim == 0]
-    if scalars:
-        raise ValueError(
-            f"The parameters {scalars} have no dimension to shard. Give them one:"
-            " `torch.zeros(1)` in place of `torch.tensor(0.0)`."
-        )
+    check_scalars(module)
     empty = [n for n, p in module.named_parameters() if p.requires_grad and p.numel() == 0]
     if empty:
         raise ValueError(
             f"The parameters {empty} have no elements, and FSDP cannot reduce their gradients."
             " Leave them out, or freeze them with `requires_grad_(False)`."
+        )
+
+
+def check_scalars(module: nn.Module) -> None:
+    """Checks that all trainable parameters have a dimension to shard."""
+    scalars = [n for n, p in module.named_parameters() if p.ndim == 0 and p.requires_grad]
+    if scalars:
+        raise ValueError(
+            f"The parameters {scalars} have no dimension to shard. Give them one:"
+            " `torch.zeros(1)` in place of `torch.tensor(0.0)`; or freeze them."
         )
 
 
