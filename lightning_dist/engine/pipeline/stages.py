@@ -71,6 +71,9 @@ class OwnStages(Mapping[int, Stage]):
         found: The layers of the pipelined module.
         options: How the stages compute.
         shape: This rank's part of the pipeline; the module has been cut accordingly.
+
+    Attributes:
+        on_call: Answers calls of the pipelined module outside of steps; None refuses them.
     """
 
     def __init__(self, found: Layers, options: StageOptions, shape: PipelineShape) -> None:

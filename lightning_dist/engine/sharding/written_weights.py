@@ -1,9 +1,9 @@
 """Keeps what users' code writes into weights while they are gathered.
 
 On one device a step may write into weights: a teacher that follows its student, a mask that a layer
-multiplies onto its own weight. Between a module's forward and its gathering, FSDP2 has whole copies
-in place of the shards, and frees them with all that was written. So each rank copies its own part
-back into its shard. That is done in any case: ``weight.data.mul_(...)`` leaves no trace. Where the
+multiplies onto its own weight. While a unit's forward runs, FSDP2 has whole copies in place of the
+shards, and frees them later with all that was written. So each rank copies its own part back into
+its shard. That is done in any case: ``weight.data.mul_(...)`` leaves no trace. Where the
 copies are in half precision, only what has left a trace is taken, for the shards are more exact.
 
 All ranks must write the same, as replicas must.

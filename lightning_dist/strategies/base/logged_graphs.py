@@ -9,6 +9,9 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import torch
 
+from lightning_dist.engine.splitting.cut import is_cut
+from lightning_dist.engine.splitting.tracing.split import is_traced
+from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import Undo, replace_method
 from lightning_dist.engine.tensors.rng import random_state_kept
 
@@ -16,7 +19,8 @@ from lightning_dist.engine.tensors.rng import random_state_kept
 def log_graphs_of_whole(trainer: pl.Trainer) -> tuple[Undo, ...]:
     """Logs the graph of a module that is whole, and leaves Lightning's own call out.
 
-    A module without values, whose construction is deferred, has no graph to run.
+    A module without values, whose construction is deferred, has no graph to run. Nor has one that
+    an earlier run has left in parts.
 
     Args:
         trainer: The trainer of a fit.
@@ -25,8 +29,10 @@ def log_graphs_of_whole(trainer: pl.Trainer) -> tuple[Undo, ...]:
         What undoes the leaving out.
     """
     module = trainer.lightning_module
-    has_values = not any(p.is_meta for p in (*module.parameters(), *module.buffers()))
-    if has_values and trainer.is_global_zero and trainer.enable_autolog_hparams:
+    tensors = (*module.parameters(), *module.buffers())
+    has_values = not any(tensor.is_meta or is_dtensor(tensor) for tensor in tensors)
+    is_whole = not (is_cut(module) or is_traced(module))
+    if has_values and is_whole and trainer.is_global_zero and trainer.enable_autolog_hparams:
         with random_state_kept(torch.device("cpu")):  # ranks draw alike
             for logger in trainer.loggers:
                 logger.log_graph(module)

@@ -97,6 +97,31 @@ def test_equals_a_single_device(
         assert found_value == pytest.approx(value, abs=1e-12)
 
 
+def fit_without_tracking(devices: int) -> dict[str, Tensor]:
+    module = make_module(Normed, momentum=0.1, affine=True)
+    module.model[1].track_running_stats = False  # as `BaseFinetuning.freeze` does
+    trainer = make_trainer(
+        devices=devices,
+        strategy=DDPStrategy() if devices > 1 else "auto",
+        sync_batchnorm=devices > 1,
+        limit_val_batches=0,
+    )
+    own = batches(int(os.environ["RANK"]) if devices > 1 else None)
+    trainer.fit(module, DataLoader(own, batch_size=None), make_loader(8))
+    return module.state_dict()
+
+
+def test_what_is_not_to_be_tracked_stays(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    state = fit_without_tracking(1)
+    assert state["model.1.num_batches_tracked"] == 0
+    for found in workers.run(2, fit_without_tracking, 2):
+        for name, expected in state.items():
+            assert float((found[name] - expected).abs().max()) < 1e-12, name
+
+
 class ComparesStatistics(Classifier):
     """Keeps the running statistics that its validation sees."""
 

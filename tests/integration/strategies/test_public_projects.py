@@ -135,10 +135,11 @@ def test_networks_and_metrics_among_hyperparameters(
     for found, other, is_filled in workers.run(2, fit_template, name, str(folders[1])):
         assert is_filled == (name not in ("fsdp", "pipe"))  # whose files have a part each
         assert expected.keys() == found.keys()
-        if name == "pipe":  # the others read each sample twice, in larger batches
-            assert other == pytest.approx(value, rel=1e-9)
-            for key, tensor in expected.items():
-                torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-12)
+        # The others read each sample twice, so a variance of n - 1 samples is another.
+        same = expected.keys() if name == "pipe" else expected.keys() - {"net.1.running_var"}
+        for key in same:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-9, atol=1e-12)
+        assert name != "pipe" or other == pytest.approx(value, rel=1e-9)
 
 
 # --- traced models -------------------------------------------------------------------------------
@@ -317,7 +318,9 @@ def fit_drawn(name: str, folder: str) -> bool:
     logger = TensorBoardLogger(folder, name=name, version=0, log_graph=True)
     with warnings.catch_warnings():  # TensorBoard's way to draw is deprecated
         warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
-        trainer_of(name, logger=logger).fit(make_module(Drawn), loader())
+        module = make_module(Drawn)
+        for _ in range(2):  # the second time the module is in parts
+            trainer_of(name, logger=logger).fit(module, loader())
     assert "log_graph" not in vars(logger)  # Lightning's own again
     return trainer_has_graph(folder, name)
 

@@ -16,7 +16,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -55,11 +55,13 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
     """
     shapes = pytree.tree_map(_open_dims, dict(call.arguments))
     # With gradients in any case, so that a block under `no_grad` is visible in the graph.
-    with ExitStack() as around:
-        for context in (torch.inference_mode(False), torch.enable_grad(), _nothing_lost()):
-            around.enter_context(context)
-        around.enter_context(_quiet())
-        around.enter_context(_unchecked_distributions())
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _nothing_lost(),
+        _quiet(),
+        _unchecked_distributions(),
+    ):
         try:
             program = torch.export.export(
                 module, call.args, call.kwargs, dynamic_shapes=shapes, strict=False

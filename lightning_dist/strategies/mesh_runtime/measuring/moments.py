@@ -66,9 +66,9 @@ def measure_moments(
         states_per_parameter: As for :func:`.optimizer_of`.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
+    run(batches[0].content)  # makes the gradients
     with PeakMeter(device) as meter:
         for micro in batches:
-            run(micro.content)  # makes the gradients
             size = micro.num_samples
             with _at_gradients(parts, partial(_mark, meter, size)):
                 meter.start(size)

@@ -24,7 +24,6 @@ def measured(num_samples: int, num_layers: int = 4, seed: int | None = None) -> 
             boundary_bytes=4 * num_samples,
             parameter_bytes=100,
             activation_bytes=10 * num_samples,
-            shared_bytes=0,
         )
         for index, factor in enumerate(factors)
     )
