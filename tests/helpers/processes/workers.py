@@ -31,6 +31,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from tests.helpers.processes import stacks
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.helpers.processes.preload"])
 
@@ -77,7 +79,7 @@ class Worker:
         """Waits for what a case returns, or for what it raises."""
         try:
             if not self.connection.poll(max(0.0, deadline - time.monotonic())):
-                return False, "timed out"
+                return False, f"timed out\n{stacks.ask(self.process.pid or 0)}"
             self.tidies, result = self.connection.recv()
             return self.tidies, result
         except (EOFError, ConnectionResetError):
@@ -194,6 +196,7 @@ def serve(connection: Connection) -> None:
     from tests.helpers.processes.chosen_transport import use_chosen_transport
     from tests.helpers.processes.remembered_shapes import remember_shapes
 
+    stacks.write_when_asked()
     use_chosen_transport()
     remember_shapes()
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
