@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +115,10 @@ class PipelineSplit:
         """Returns the entries of the whole model's state dict that other stages hold."""
         names = foreign_state_names(self.layers, self.layers_per_stage, self.stages)
         return {f"{self.path}.{name}" for name in names}
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Returns a module's state dict without the entries that other stages hold."""
+        return module.state_dict()
 
     def is_stored_here(self, name: str) -> bool:
         """Returns whether this rank puts an entry of its state dict into checkpoints."""

@@ -145,13 +145,22 @@ def test_networks_and_metrics_among_hyperparameters(
 # --- traced models -------------------------------------------------------------------------------
 
 
+class OwnState(nn.Linear):
+    """Writes its tensors into state dicts by itself, as torch_geometric's linear layers do."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name in ("weight", "bias"):
+            tensor = getattr(self, name)
+            destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+
 class Branches(nn.Module):
     """No sequence, with BatchNorm: like a network of torchvision."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.norm, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
-        self.norm2, self.c = nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.a, self.norm, self.b = OwnState(6, 8), nn.BatchNorm1d(8), OwnState(8, 8)
+        self.norm2, self.c = nn.BatchNorm1d(8), OwnState(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.relu(self.norm(self.a(x)))

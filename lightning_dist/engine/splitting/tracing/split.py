@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +98,16 @@ class TracedSplit(PipelineSplit):
         everything, own = range(len(self.layers)), self._own_layers
         away = self.sequence.names_in(everything) - self.sequence.names_in(own)
         return {self._prefix + key for key, name in self.sequence.saved.items() if name in away}
+
+    @override
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        away = set() if self.sequence.away is None else self.sequence.away.names
+        with self.whole():  # a layer may write its tensors by itself, whether it has them or not
+            state = module.state_dict()
+        for key, name in self.sequence.saved.items():
+            if name in away:
+                state.pop(self._prefix + key, None)
+        return state
 
     @override
     def is_stored_here(self, name: str) -> bool:

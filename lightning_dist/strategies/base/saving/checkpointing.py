@@ -128,7 +128,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
 
     def _own_state(self) -> dict[str, Any]:
         with without_warning(self.module):
-            return self.module.state_dict()
+            split = self.split
+            return self.module.state_dict() if split is None else split.state_dict(self.module)
 
     # --- plugins -----------------------------------------------------------------------------
 
