@@ -208,6 +208,8 @@ class RunSetup(LayoutFreeCheckpoints):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        if self.mesh.pp > 1 and self.module.trainer.checkpoint_callbacks:
+            self.check_group_names()  # now, not when hours of training are to be saved
         apply = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         return self.update(optimizer, closure, apply)
 

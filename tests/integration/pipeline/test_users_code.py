@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -357,3 +357,37 @@ def test_what_cannot_be_done_is_refused(workers: WorkerPool, kind: str, message:
     for error, text in workers.run(2, refused, kind):
         assert error == "ValueError", (error, text)
         assert message in text
+
+
+class Thawing(BaseFinetuning):
+    """Adds parameters to the optimizer of the rank that has them, behind an epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.model[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model[0], optimizer, lr=0.01)
+
+
+class OfTrainable(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def thaw(folder: str) -> tuple[int, str]:
+    callbacks = [Thawing(), ModelCheckpoint(folder, every_n_epochs=3)]
+    trainer = make_trainer(2, callbacks=callbacks, enable_checkpointing=True, max_epochs=4)
+    try:
+        trainer.fit(make_module(OfTrainable), make_loader(), make_loader(8))
+    except Exception as error:
+        return trainer.current_epoch, str(error)
+    return trainer.current_epoch, ""
+
+
+def test_added_groups_are_refused_before_they_are_trained(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    for epoch, text in workers.run(2, thaw, str(tmp_path)):
+        assert epoch == 1, text
+        assert "2 parameter groups, but `configure_optimizers` made 1" in text
