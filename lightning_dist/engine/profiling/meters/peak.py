@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -37,6 +38,8 @@ class PeakMeter:
     def __enter__(self) -> PeakMeter:
         """Makes ready to count."""
         if self._device.type == "cpu" and not _is_profiling():
+            # It reads this at its first use; else it prints when it starts and stops.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             self._profile = autograd_profile(use_kineto=True, profile_memory=True)
             self._profile.__enter__()
         return self
