@@ -63,7 +63,9 @@ def _callbacks(name: str, entry: Entry) -> list[str]:
     if name != "ddp":
         left_out |= set(OF_WHOLE_MODELS)
     if entry.versions is not None:
-        left_out |= {"average", "accumulate_later"}
+        left_out |= {"average", "accumulate_later", "clamp_weights"}
+    if name == "server":  # its weights are those of the servers after each step
+        left_out.add("clamp_weights")
     if not entry.shares_steps:
         left_out |= {"stop", "stop_first_rank"}
     return [callback for callback in CALLBACKS if callback not in left_out]

@@ -19,9 +19,11 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dist.callbacks import ShardedWeightAveraging
+from tests.differential.dials.models import FEATURES, OF_TOKENS, TOKENS, logits_of
 from tests.differential.dials.strategies import STRATEGIES
 
 STOPPING_STEP = 3
@@ -187,6 +189,34 @@ class LogInHooks(L.Callback):
         self.log("epoch_of_training", float(trainer.current_epoch))
 
 
+class CallModel(L.Callback):
+    """Calls the model in hooks of validations and at the end, as one does that draws samples."""
+
+    def _sampled(self, module: Any) -> Tensor:
+        example = torch.linspace(-1.0, 1.0, 4 * FEATURES).view(4, FEATURES)
+        if module.case.model in OF_TOKENS:
+            example = torch.arange(12).view(4, 3) % TOKENS
+        else:
+            example = example.to(next(module.model.parameters(), example).dtype)
+        with torch.no_grad():
+            return logits_of(module.model(example)).double().mean()
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        module.log("sampled", self._sampled(module))
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.callback_metrics["sampled_at_end"] = self._sampled(module)
+
+
+class ClampWeights(L.Callback):
+    """Keeps weights within bounds behind each batch, as a Wasserstein critic's are."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+
 class FinetuneSecondPart(BackboneFinetuning):
     """Trains the last layers, then all."""
 
@@ -248,6 +278,8 @@ CALLBACKS: dict[str, Make] = {
     "timer": lambda _: Timer(timedelta(days=1)),
     "accumulate_later": lambda _: GradientAccumulationScheduler({1: 2}),
     "count": lambda _: CountUpdates(),
+    "samples": lambda _: CallModel(),
+    "clamp_weights": lambda _: ClampWeights(),
 }
 WRITING = (
     "best",
