@@ -131,6 +131,7 @@ class ShardedStrategy(ShardedPlacement):
         if self._sharded is not None and self.is_running:
             self._sharded.run_deferred_checks()
             self._sharded.reshard()
+            self._sharded.share_writes()
             self.average_weights()
             self.share_buffers()
 

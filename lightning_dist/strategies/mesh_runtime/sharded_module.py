@@ -325,6 +325,9 @@ class ShardedModule:
         if self._units is not None:
             self._units.run_deferred_checks()
 
+    def share_writes(self) -> None:
+        """Shares what hooks of one stage alone have written. Collective."""
+
     def reshard(self) -> None:
         """Reshards the module's parameters, whatever has run last."""
         for root in self._roots:

@@ -148,6 +148,11 @@ class StagedModule(ShardedModule):
             finally:
                 self.reshard()
 
+    @override
+    def share_writes(self) -> None:
+        if self._session is not None:
+            self._session.step_state.merge()
+
     # --- gradients ---------------------------------------------------------------------------
 
     def root(self, number: int) -> nn.Module:

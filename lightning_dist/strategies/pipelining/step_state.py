@@ -3,15 +3,18 @@
 Only the last stage runs a step to its end. What a step appends to a list there, or adds to a
 number or a buffer of the module, ``on_validation_epoch_end`` and its like read on each rank. So the
 last stage watches what its steps change, and sends that before these hooks: attributes of the
-module that are numbers, strings, tensors or containers, and buffers outside of the layers. What
-hooks change is each rank's own.
+module that are numbers, strings, tensors or containers, and buffers outside of the layers.
+
+What hooks change is each rank's own, but for averages of weights, which a hook writes into buffers
+or frozen parameters: there each stage has a value for its own layers' only. So a tensor outside of
+the layers that one stage alone has written to is that stage's.
 """
 
 from __future__ import annotations
 
 import io
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -23,6 +26,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.callback_order import add_first_callback
 
@@ -64,6 +68,9 @@ class StepState:
         self._base_names = {*vars(pl.LightningModule())}
         ids = {id(tensor) for tensor in outside}
         self._buffers = [name for name, buffer in module.named_buffers() if id(buffer) in ids]
+        frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._fixed = [name for name, p in frozen if id(p) in ids and not is_dtensor(p)]
+        self._seen = self._written()
         self._changed: set[str] = set()
         self._grown: Counter[str] = Counter()  # items that steps have appended to lists
         self._is_shared = True
@@ -113,6 +120,41 @@ class StepState:
         self._changed.clear()
         self._grown.clear()
         self._is_shared = True
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Takes what one stage alone has written. Collective: all stages of a replica call it."""
+        if not self._seen:
+            return
+        now = self._written()
+        own = [name for name, mark in now.items() if mark != self._seen.get(name)]
+        written: list[list[str]] = [[] for _ in range(dist.get_world_size(self._stages))]
+        dist.all_gather_object(written, own, group=self._stages)
+        writers = Counter(name for names in written for name in names)
+        for index, names in enumerate(written):
+            alone = [name for name in names if writers[name] == 1]
+            if alone:
+                self._take(alone, dist.get_global_rank(self._stages, index))
+        self._seen = self._written()
+
+    def _take(self, names: Sequence[str], source: int) -> None:
+        is_own = dist.get_rank() == source
+        sent = [{n: self._tensor(n).detach().cpu() for n in names} if is_own else None]
+        dist.broadcast_object_list(sent, src=source, group=self._stages)
+        assert sent[0] is not None
+        for name, value in () if is_own else sent[0].items():
+            tensor = self._tensor(name)
+            tensor.resize_(value.shape).copy_(value)
+
+    def _written(self) -> dict[str, Any]:
+        """Returns what changes with each write into the tensors outside of the layers."""
+        tensors = {name: self._tensor(name) for name in (*self._buffers, *self._fixed)}
+        return {name: (id(tensor), _mark(tensor)) for name, tensor in tensors.items()}
+
+    def _tensor(self, name: str) -> Tensor:
+        path, _, key = name.rpartition(".")
+        tensor: Tensor = getattr(self._module.get_submodule(path), key)
+        return tensor
 
     def _unpack(self, packed: bytes) -> None:
         place = partial(_place, str(self._module.device))

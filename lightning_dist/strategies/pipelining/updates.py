@@ -324,6 +324,7 @@ class StageUpdates(RunSetup):
         self.check_peers()
         if self.is_running:
             self._session.updates.drain(self.optimizers[0])
+            self._session.step_state.merge()
             broadcast_state(self.module.buffers(), self.device_group(*DATA_AXES))
 
     @override

@@ -8,14 +8,16 @@ import threading
 import warnings
 import weakref
 from collections import Counter, defaultdict, deque
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dist import MeshStrategy, PipelineStrategy
+from lightning_dist.checkpoint import load_full
 from lightning_dist.strategies.pipelining.hook_log import HookLog
 from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
 from lightning_dist.strategies.pipelining.step_state import StepState
@@ -186,3 +188,63 @@ def parts_left() -> list[str]:
 def test_no_part_with_a_group_is_freed_later(workers: WorkerPool) -> None:
     # In a process that a loader has forked, gloo would wait for threads that are not there.
     assert workers.run(2, parts_left) == [[], []]
+
+
+class Average(nn.Module):
+    """An average of a model's weights in buffers, as latent diffusion models keep it."""
+
+    def __init__(self, model: nn.Module, *, as_buffers: bool) -> None:
+        super().__init__()
+        for name, parameter in model.named_parameters():
+            own = parameter.detach().clone()
+            if as_buffers:
+                self.register_buffer(name.replace(".", "_"), own)
+            else:
+                self.register_parameter(name.replace(".", "_"), nn.Parameter(own, False))
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            average = getattr(self, name.replace(".", "_"))
+            average.mul_(0.9).add_(parameter, alpha=0.1)
+
+
+class Averaging(Classifier):
+    def __init__(self, *, as_buffers: bool) -> None:
+        super().__init__()
+        self.average = Average(self.model, as_buffers=as_buffers)
+        self.register_buffer("batches", torch.zeros(()))
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update(self.model)
+        self.batches += 1
+
+    def on_validation_start(self) -> None:
+        tensors = self.average.state_dict().values()
+        self.seen.append(float(sum(tensor.square().sum() for tensor in tensors)))
+
+
+def average(strategy: Any, as_buffers: bool, path: str) -> tuple[list[float], dict[str, Tensor]]:
+    trainer = make_trainer(devices=2 if strategy else 1, strategy=strategy or "auto", max_epochs=2)
+    module = make_module(Averaging, as_buffers=as_buffers)
+    trainer.fit(module, make_loader(16), make_loader(8))
+    trainer.save_checkpoint(path)
+    own = {"batches": module.batches, **module.average.state_dict()}
+    saved = load_full(path)["state_dict"] if trainer.is_global_zero else {}
+    return module.seen, {**own, **{n: t for n, t in saved.items() if n.startswith("average")}}
+
+
+@pytest.mark.some("stages-frozen", "mesh-buffers")
+@pytest.mark.parametrize("as_buffers", [True, False], ids=["buffers", "frozen"])
+@pytest.mark.parametrize(
+    "strategy", [PipelineStrategy(), MeshStrategy(pp=2, save_full=True)], ids=["stages", "mesh"]
+)
+def test_averages_that_hooks_keep_are_whole(
+    workers: WorkerPool, tmp_path: Path, strategy: Any, as_buffers: bool
+) -> None:
+    ((seen, expected),) = workers.run(1, average, None, as_buffers, str(tmp_path / "one"))
+    for own_seen, found in workers.run(2, average, strategy, as_buffers, str(tmp_path / "two")):
+        assert own_seen == pytest.approx(seen, rel=1e-12)
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-14)
