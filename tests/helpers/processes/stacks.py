@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
-import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SIGNAL = signal.SIGRTMIN + 1
 NAME = "stacks"
 
 
-def write_when_asked() -> None:
-    """Lets this process write the stacks of all its threads at a signal."""
-    # Nothing is left behind in a folder when the process is killed.
-    faulthandler.register(SIGNAL, file=os.memfd_create(NAME), all_threads=True)
+@contextmanager
+def written_after(seconds: float) -> Iterator[None]:
+    """Writes the stacks of all threads of this process once, if the block lasts for that long.
+
+    Not at a signal: Lightning sets the handlers of all signals back that it knows.
+    """
+    file = os.memfd_create(NAME)  # nothing is left in a folder when the process is killed
+    faulthandler.dump_traceback_later(seconds, file=file)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        os.close(file)
 
 
-def ask(pid: int, seconds: float = 0.5) -> str:
-    """Returns the stacks of a process, which has this time to write them."""
-    with suppress(OSError):  # it may have ended, or not begun
-        os.kill(pid, SIGNAL)
-        time.sleep(seconds)
+def read(pid: int) -> str:
+    """Returns what a process has written."""
+    with suppress(FileNotFoundError):  # it may have ended
         for file in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(file).startswith(f"/memfd:{NAME}"):
-                return file.read_text()
+            with suppress(FileNotFoundError):
+                if os.readlink(file).startswith(f"/memfd:{NAME}"):
+                    return file.read_text()
     return "(no stacks)"

@@ -39,6 +39,7 @@ CONTEXT.set_forkserver_preload(["tests.helpers.processes.preload"])
 MOST_THREADS = 100
 PARTING_SECONDS = 0.5
 TIDY_SECONDS = 60.0
+STACK_SECONDS = 2.0  # before its time is over
 
 
 class CaseFailedError(AssertionError):
@@ -79,7 +80,7 @@ class Worker:
         """Waits for what a case returns, or for what it raises."""
         try:
             if not self.connection.poll(max(0.0, deadline - time.monotonic())):
-                return False, f"timed out\n{stacks.ask(self.process.pid or 0)}"
+                return False, f"timed out\n{stacks.read(self.process.pid or 0)}"
             self.tidies, result = self.connection.recv()
             return self.tidies, result
         except (EOFError, ConnectionResetError):
@@ -148,7 +149,7 @@ class WorkerPool:
             raise
         workers = [self._workers[place] for place in places]
         for worker, environment in zip(workers, places.values(), strict=True):
-            worker.connection.send((case, args, dict(environment)))
+            worker.connection.send((case, args, dict(environment), timeout))
         deadline = time.monotonic() + timeout
         answers = []
         for worker in workers:
@@ -196,7 +197,6 @@ def serve(connection: Connection) -> None:
     from tests.helpers.processes.chosen_transport import use_chosen_transport
     from tests.helpers.processes.remembered_shapes import remember_shapes
 
-    stacks.write_when_asked()
     use_chosen_transport()
     remember_shapes()
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
@@ -212,10 +212,12 @@ def serve(connection: Connection) -> None:
 
 
 def _run_next(connection: Connection) -> None:
-    case, args, environment = connection.recv()
+    case, args, environment, timeout = connection.recv()
     groups: list[Any] = []
     try:
-        connection.send((True, _run_case(groups, case, args, environment)))
+        with stacks.written_after(max(timeout - STACK_SECONDS, timeout / 2)):
+            result = _run_case(groups, case, args, environment)
+        connection.send((True, result))
     except BaseException:
         connection.send((False, traceback.format_exc()))
         os._exit(1)
