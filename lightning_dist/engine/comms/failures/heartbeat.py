@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import sysconfig
 import threading
 import time
@@ -25,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
+
+from lightning_dist.engine.common.frames import frame_of
 
 _PATIENCE_SECONDS = 30.0
 _BEATS_IN_PATIENCE = 6
@@ -196,7 +197,7 @@ class Pulse:
 
     def look(self) -> tuple[Beat, Notice | None]:
         """Inspects the watched thread in each interval; returns a beat, and a message to report."""
-        frame = sys._current_frames().get(self._thread)
+        frame = frame_of(self._thread)
         beat = Beat(self._process, f"{self._progress()}, {_place_of(frame)}.")
         used = time.process_time() - self._processor_seconds
         self._processor_seconds += used

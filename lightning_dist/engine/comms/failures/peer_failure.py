@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dist.engine.common.frames import frame_of
 from lightning_dist.engine.comms.channel import ChannelClosedError, PeerLostError
 from lightning_dist.engine.comms.failures.heartbeat import (
     Beat,
@@ -270,7 +271,7 @@ def _wait_and_exit(failure: Failure, has_left: Callable[[], bool]) -> None:
         time.sleep(_POLL_SECONDS)
     text = "".join(traceback.format_exception(failure.to_exception()))
     print(f"{text}Ending this process, which is here:", file=sys.stderr)
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = frame_of(threading.main_thread().ident or 0)
     print("".join(traceback.format_stack(frame)), file=sys.stderr, flush=True)
     os._exit(1)
 
