@@ -74,7 +74,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             ``"pipedream_2bw"``, which never wait, at the price of stale weights (Narayanan et al.,
             SOSP 2019 and ICML 2021).
         num_microbatches: Number of micro-batches of each Lightning batch. ``"auto"`` is 4 per rank
-            for synchronous schedules (fewer for a batch of fewer samples, and 1 for a single rank),
+            for synchronous schedules (fewer where each would have one sample, and 1 for one rank),
             1 for ``"pipedream"`` and 1 per rank for ``"pipedream_2bw"``. A module with BatchNorm
             gets 1, if the schedule can: its statistics are then those of the batch.
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers, or of the

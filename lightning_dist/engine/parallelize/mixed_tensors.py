@@ -108,10 +108,13 @@ def explain_shard_errors() -> Iterator[None]:
     except RuntimeError as error:
         if _FREED in str(error):
             raise ValueError(
-                "A backward needed a parameter that FSDP2 had not gathered for it. An operation"
-                " writes in place into the output of a unit: `nn.ReLU(inplace=True)` behind a"
-                " linear layer that is a unit, say. Leave `inplace=True` out, or let `wrap=` name"
-                f" the module around both. ({str(error).splitlines()[0]})"
+                "A backward needed a parameter that FSDP2 had not gathered for it. Either an"
+                " operation writes in place into the output of a unit (`nn.ReLU(inplace=True)`"
+                " behind a linear layer that is a unit, say): leave `inplace=True` out, or let"
+                " `wrap=` name the module around both. Or the forward takes gradients itself, as"
+                " `torch.autograd.grad(..., create_graph=True)` does for forces, and shards are"
+                " gathered for one backward only: use DDPStrategy."
+                f" ({str(error).splitlines()[0]})"
             ) from error
         if _MIXED not in str(error):
             raise

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
-from functools import partial
+from dataclasses import dataclass
 from itertools import accumulate, chain
-from numbers import Integral, Number, Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_dist.engine.tensors.tree import flatten, map_leaves
+from lightning_dist.engine.tensors.samples import Samples, samples_of
+from lightning_dist.engine.tensors.tree import map_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,41 +98,13 @@ def weight_of(result: Any) -> float | None:
     return float(weight) if isinstance(weight, Real) else None
 
 
-class SampleList(list[Any]):
-    """A batch, or a part of one, with a tensor for each sample; its pieces are plain lists."""
-
-
-def batch_size_of(batch: Any) -> int | None:
-    """Counts the samples of a batch: the length of its tensors' first dim.
-
-    Args:
-        batch: Any tree; a :class:`SampleList` has as many samples as entries.
-
-    Returns:
-        The number of samples, or None if no tensor has a first dim.
-
-    Raises:
-        ValueError: The tensors disagree.
-    """
-    if isinstance(batch, SampleList):
-        return len(batch)
-    shapes = [tuple(t.shape) for t in flatten(batch)[0] if t.ndim > 0]
-    sizes = sorted({shape[0] for shape in shapes})
-    if len(sizes) > 1:
-        raise ValueError(
-            f"The tensors of a batch must have the samples in their first dim, but their first dims"
-            f" are {sizes} (shapes {shapes}). Give tensors that are not per sample another place"
-            " (a buffer of the module, say), or repeat them for each sample."
-        )
-    return sizes[0] if sizes else None
-
-
 def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
     """Cuts a batch into micro-batches of almost equal size, the larger first.
 
     Args:
         batch: Any tree of tensors with the samples in dim 0, and of lists with an entry per sample
-            (names, say). Zero-dim tensors and other leaves go into each micro-batch unchanged.
+            (names, or dicts of one sample's boxes). Zero-dim tensors and other leaves go into each
+            micro-batch unchanged.
         num_microbatches: Number of micro-batches.
 
     Returns:
@@ -141,7 +113,8 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
     Raises:
         ValueError: Fewer samples than micro-batches, or tensors that disagree on the samples.
     """
-    num_samples = batch_size_of(batch)
+    samples = samples_of(batch)
+    num_samples = samples.count
     if num_microbatches == 1:
         return [Microbatch(0, batch, num_samples or 1, 1.0)]
     if num_samples is None or num_samples < num_microbatches:
@@ -155,12 +128,11 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
         num_samples // num_microbatches + (index < num_samples % num_microbatches)
         for index in range(num_microbatches)
     ]
-    is_leaf = partial(_is_per_sample, num_samples=num_samples)
-    columns = [_cut(leaf, sizes) for leaf in _leaves(batch, is_leaf)]
+    columns = [_cut(leaf, sizes) for leaf in _leaves(batch, samples.is_column)]
 
     def piece(index: int) -> Any:
         own = iter([column[index] for column in columns])
-        return map_leaves(lambda _: next(own), batch, is_leaf)
+        return map_leaves(lambda _: next(own), batch, samples.is_column)
 
     return [
         Microbatch(index, piece(index), size, size / num_samples)
@@ -175,32 +147,6 @@ def _cut(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
         ends = list(accumulate(sizes))
         return [leaf[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     return [leaf] * len(sizes)
-
-
-def _is_per_sample(tree: Any, num_samples: int) -> bool:
-    """Returns whether a list or tuple has one entry per sample: names, numbers, or a dict each."""
-    if isinstance(tree, SampleList):
-        return True
-    if not isinstance(tree, list | tuple) or hasattr(tree, "_fields"):
-        return False
-    return len(tree) == num_samples and all(_is_of_one_sample(e, num_samples) for e in tree)
-
-
-def _is_of_one_sample(entry: Any, num_samples: int) -> bool:
-    if isinstance(entry, Mapping):
-        tensors = flatten(entry)[0]
-        return any(t.ndim == 0 or len(t) != num_samples for t in tensors) or not tensors
-    return not isinstance(entry, Tensor | list | tuple) and not is_dataclass(entry)
-
-
-def _is_column(output: Any, num_samples: int) -> bool:
-    """Returns whether a step's output has one entry per sample; a tuple of numbers has not."""
-    is_results = isinstance(output, tuple) and any(_is_result(entry) for entry in output)
-    return not is_results and _is_per_sample(output, num_samples)
-
-
-def _is_result(entry: Any) -> bool:
-    return entry is None or isinstance(entry, Number)  # numpy's scalars too
 
 
 def merge(
@@ -223,8 +169,12 @@ def merge(
     """
     if len(outputs) == 1:
         return outputs[0]
-    per_sample = [partial(_is_column, num_samples=size) for size in sizes]
-    columns = [_leaves(*pair) for pair in zip(outputs, per_sample, strict=True)]
+    # Outputs of one micro-batch may look otherwise than those of the next: a box for each sample.
+    for has_rows in (False, True):
+        per_sample = [Samples(size, has_rows).is_output_column for size in sizes]
+        columns = [_leaves(*pair) for pair in zip(outputs, per_sample, strict=True)]
+        if len({len(column) for column in columns}) == 1:
+            break
     if len({len(column) for column in columns}) != 1:
         raise ValueError(
             "A step must return the same structure for each micro-batch, but the numbers of leaves"

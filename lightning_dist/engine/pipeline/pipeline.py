@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.gradients import AverageWeight, LossWeights
 from lightning_dist.engine.pipeline.links import Links
-from lightning_dist.engine.pipeline.microbatch import Microbatch, batch_size_of, split
+from lightning_dist.engine.pipeline.microbatch import Microbatch, split
 from lightning_dist.engine.pipeline.runtime import Runtime, Work, explain_with
 from lightning_dist.engine.pipeline.stage import Step
 from lightning_dist.engine.pipeline.stages import OwnStages, StageOptions
@@ -50,6 +50,7 @@ from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.tensors.compiler import keep_saved_tensors
 from lightning_dist.engine.tensors.patch import add_with_hooks, has_gradient_hooks
 from lightning_dist.engine.tensors.rng import python_state_kept
+from lightning_dist.engine.tensors.samples import batch_size_of
 
 OnComplete = Callable[[int, dict[str, Tensor]], None]
 """Takes an update, counted since the last drain, and its gradients by parameter name."""
@@ -238,7 +239,7 @@ class Pipeline:
         Args:
             batch: Any tree of tensors with the samples in dim 0.
             step: Called with each micro-batch.
-            num_microbatches: Largest number of micro-batches.
+            num_microbatches: Largest number of micro-batches. Each has two samples at least.
             seed: Names the previous training batch for the random numbers; None counts the batches.
 
         Returns:
@@ -246,7 +247,7 @@ class Pipeline:
         """
         assert not torch.is_grad_enabled()
         self.recorder.interrupt()
-        count = max(1, min(num_microbatches, batch_size_of(batch) or 1))
+        count = max(1, min(num_microbatches, (batch_size_of(batch) or 1) // 2))
         microbatches = split(batch, count)
         self.microbatch_sizes = tuple(m.num_samples for m in microbatches)
         name = (self.num_batches if seed is None else seed, self._num_evaluated)

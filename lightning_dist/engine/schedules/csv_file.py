@@ -83,7 +83,7 @@ class ScheduleFile(ScheduleFamily):
             )
 
     @override
-    def most_microbatches(self, num_ranks: int, limit: int) -> int:
+    def microbatches_of(self, num_ranks: int, batch_size: int, most: int) -> int:
         return self.schedule.num_microbatches
 
     @override

@@ -153,10 +153,23 @@ class ScheduleFamily:
                 f" ranks: {self.microbatch_rule.text}. Use {' or '.join(map(str, nearest))}."
             )
 
-    def most_microbatches(self, num_ranks: int, limit: int) -> int:
-        """Returns the largest number of micro-batches within a limit; the limit if none fits."""
-        counts = range(limit, 0, -1)
-        return next((c for c in counts if self.microbatch_rule.fits(num_ranks, c)), limit)
+    def microbatches_of(self, num_ranks: int, batch_size: int, most: int) -> int:
+        """Returns into how many micro-batches a batch of some samples is cut.
+
+        As many as allowed, but of two samples at least, if the schedule can: code that takes a
+        batch for more than one sample, such as ``logits.squeeze()``, does something else with one.
+
+        Args:
+            num_ranks: Number of ranks of the pipeline.
+            batch_size: Number of the batch's samples.
+            most: The largest number of micro-batches.
+        """
+        for limit in (batch_size // 2, batch_size):
+            counts = range(min(most, limit), 0, -1)
+            found = next((c for c in counts if self.microbatch_rule.fits(num_ranks, c)), None)
+            if found is not None:
+                return found
+        return min(most, batch_size)
 
     def build(
         self,

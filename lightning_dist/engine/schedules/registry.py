@@ -111,8 +111,8 @@ class PipelineShape:
         layers_per_stage: The partition.
         rank: This rank's index in the pipeline.
         stages_per_rank: Number of stages on each rank.
-        may_use_fewer: Whether a batch of fewer samples is cut into as many micro-batches as it has
-            samples; otherwise such a batch is an error.
+        may_use_fewer: Whether a small batch is cut into fewer micro-batches, of two samples at
+            least; otherwise a batch of fewer samples than micro-batches is an error.
         replica_index: Index of this rank's data replica, for the random numbers only.
     """
 

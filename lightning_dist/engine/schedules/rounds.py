@@ -141,7 +141,7 @@ class Rounds:
         count = self._shape.num_microbatches
         if not self._shape.may_use_fewer:
             return count
-        return self._schedules.most_microbatches(self._shape.num_ranks, min(count, batch_size))
+        return self._schedules.microbatches_of(self._shape.num_ranks, batch_size, count)
 
     def training(self, batch_index: int, num_microbatches: int) -> Round:
         """Returns the round of a training batch.

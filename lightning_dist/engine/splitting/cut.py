@@ -11,7 +11,7 @@ rank is this rank's parameter in both, so tied parameters stay tied in the whole
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -161,7 +161,7 @@ def _copy_with(module: Module, stand_ins: dict[int, Tensor], device: torch.devic
         # With an autograd graph a tensor cannot be copied; `weight_norm` stores such a weight.
         if isinstance(held, Tensor) and held.grad_fn:
             stand_ins[id(held)] = torch.empty_like(held.detach(), device=device)
-        elif name.endswith("_hooks"):  # a hook may be a method of any object
+        elif name.endswith("_hooks") and isinstance(held, Mapping):  # methods of any objects
             hooks |= {id(hook): hook for hook in held.values()}
     # deepcopy takes objects in its memo for copies.
     return copy.deepcopy(module, {**stand_ins, **hooks})

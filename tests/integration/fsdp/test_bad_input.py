@@ -189,6 +189,19 @@ class WritesBehind(Classifier):
             return self.model(batch[0]).square().mean()
 
 
+class Forces(Classifier):
+    """Takes a gradient in the forward, of which it takes a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].requires_grad_()
+        (forces,) = torch.autograd.grad(self.model(x).sum(), x, create_graph=True)
+        return forces.square().mean()
+
+
 def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[str, str, float]:
     start = time.monotonic()
     size = 32 + size_per_rank * int(os.environ["RANK"])
@@ -234,6 +247,7 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
         (Experts, {**BY_NAME, "find_unused_parameters": True}, 0, "different units.*DDPStrategy"),
         (LayerByLayer, {}, 0, "layers inside of a unit, and not the unit, let `wrap=` name"),
         (WritesBehind, {"wrap": ByClass(["Linear"])}, 0, "into the output of a unit.*inplace"),
+        (Forces, {}, 0, "forces, and shards are gathered for one backward only: use DDPStrategy"),
         (Skips, {}, 0, "rank 0 at 'model.2', rank 1 at 'the end of the step'"),
     ],
 )

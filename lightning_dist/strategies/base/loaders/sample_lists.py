@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_dist.engine.pipeline.microbatch import SampleList
+from lightning_dist.engine.tensors.samples import SampleList
 
 
 class SampleLists:

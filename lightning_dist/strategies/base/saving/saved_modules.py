@@ -34,6 +34,8 @@ class SavedModule:
     def __init__(self, network: nn.Module, names: Mapping[int, list[str]]) -> None:
         tensors = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
         stand_ins: dict[int, Tensor] = {}
+        if not any(True for _ in network.parameters()):  # a metric, which may show values
+            stand_ins |= {key: tensor.detach().clone() for key, tensor in tensors.items()}
         self._skeleton = skeleton_of(network, stand_ins)
         self._names = {id(stand_ins[key]): names[key] for key in tensors if key in names}
         # What no state dict has: masks and the like, and what is no part of the LightningModule.

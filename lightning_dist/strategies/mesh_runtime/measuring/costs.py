@@ -22,7 +22,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
-from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch, batch_size_of, split
+from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch, split
 from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
 from lightning_dist.engine.planning.layer_costs import StepCosts, activations_of
 from lightning_dist.engine.planning.search.machine import Machine
@@ -44,6 +44,7 @@ from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from lightning_dist.engine.tensors.observers import OperationWatch
 from lightning_dist.engine.tensors.rng import random_state_kept
+from lightning_dist.engine.tensors.samples import batch_size_of
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
 from lightning_dist.strategies.mesh_runtime.measuring.moments import Moments, measure_moments
 from lightning_dist.strategies.mesh_runtime.measuring.updates import TimedUpdate, seconds_of

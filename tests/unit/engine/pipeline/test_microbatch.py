@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dist.engine.pipeline.microbatch import batch_size_of, merge, split
+from lightning_dist.engine.pipeline.microbatch import merge, split
+from lightning_dist.engine.tensors.samples import batch_size_of
 from lightning_dist.engine.tensors.tree import flatten, map_tensors, unflatten
 
 Named = namedtuple("Named", ["x", "label"])
@@ -104,3 +105,52 @@ def test_trees_keep_their_containers() -> None:
     assert again["a"][0] is tree["a"][0]
     doubled = map_tensors(lambda t: t * 2, Sample(torch.ones(1), "n"))
     assert float(doubled.x) == 2.0
+
+
+def boxes(*counts: int) -> list[dict[str, torch.Tensor]]:
+    return [
+        {"boxes": torch.full((n, 4), float(i)), "id": torch.tensor(i)} for i, n in enumerate(counts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_tensor"),
+    [
+        ((2, 2, 2, 2), True),
+        ((4, 4, 4, 4), True),
+        ((1, 3, 2, 5), True),
+        ((1, 3, 2, 5), False),
+        ((2, 2, 2, 2), False),
+        ((4, 4, 4, 4), False),
+    ],
+)
+def test_a_dict_for_each_sample_stays_whole(counts: tuple[int, ...], is_tensor: bool) -> None:
+    images = [torch.full((3, 5, 5 + i * (not is_tensor)), float(i)) for i in range(4)]
+    batch = (torch.stack(images) if is_tensor else tuple(images), tuple(boxes(*counts)))
+    assert batch_size_of(batch) == 4
+    for index, piece in enumerate(split(batch, 2)):
+        found, targets = piece.content
+        assert type(targets) is tuple
+        assert [int(target["id"]) for target in targets] == [2 * index, 2 * index + 1]
+        assert [len(t["boxes"]) for t in targets] == list(counts[2 * index : 2 * index + 2])
+        assert [float(image.max()) for image in found] == [2 * index, 2 * index + 1]
+
+
+def test_dicts_of_whole_batches_are_cut_inside() -> None:
+    views = [{"x": torch.arange(4.0)}, {"x": torch.arange(4.0) + 10}]
+    for batch in (views, (torch.arange(4.0), views)):
+        assert batch_size_of(batch) == 4
+        last = split(batch, 2)[1].content
+        found = last if batch is views else last[1]
+        assert [view["x"].tolist() for view in found] == [[2, 3], [12, 13]]
+    with pytest.raises(ValueError, match=r"first dims are \[2, 3\]"):  # of two loaders
+        split([{"x": torch.ones(2)}, {"x": torch.ones(3)}], 2)
+
+
+def test_detections_that_look_like_columns_in_one_micro_batch_are_joined() -> None:
+    first, second = boxes(2, 2), boxes(3, 1)
+    for detections in (first, second):
+        for found in detections:
+            del found["id"]
+    merged = merge([first, second], [2, 2])
+    assert [len(found["boxes"]) for found in merged] == [2, 2, 3, 1]

@@ -160,6 +160,13 @@ def test_a_skeleton_has_the_hooks_themselves() -> None:
     assert hook.__self__ is watcher
 
 
+def test_a_graph_module_has_a_skeleton() -> None:
+    # Its `_replace_hooks` and the like are lists.
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.Tanh()))
+    skeleton = skeleton_of(traced)
+    assert [p.device.type for p in skeleton.parameters()] == ["meta", "meta"]
+
+
 def test_one_activation_may_stand_at_several_places() -> None:
     relu = nn.ReLU()
     model = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)

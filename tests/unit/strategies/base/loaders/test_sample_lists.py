@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_dist.engine.pipeline.microbatch import SampleList, batch_size_of, split
+from lightning_dist.engine.pipeline.microbatch import split
+from lightning_dist.engine.tensors.samples import SampleList, batch_size_of
 from lightning_dist.strategies.base.loaders.sample_lists import (
     SampleLists,
     has_tensor_per_sample,

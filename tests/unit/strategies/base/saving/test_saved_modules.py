@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torchmetrics import MeanSquaredError
 
 from lightning_dist.strategies.base.saving.saved_modules import SavedModules, saved_modules_of
 
@@ -72,6 +73,26 @@ def test_networks_get_the_values_of_the_checkpoint() -> None:
     assert torch.equal(net.mask, module.net.mask)
     assert torch.equal(part.weight, state["parts.0.weight"])
     assert torch.equal(found["beside"].weight, module.hparams["beside"].weight)  # is no part
+
+
+class Weighted(MeanSquaredError):
+    """Shows a buffer, as chemprop's metrics do, and torchmetrics asks for that when it copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.tensor([1.0, 2.0]))
+
+    def extra_repr(self) -> str:
+        return str(self.weights.tolist())
+
+
+def test_a_metric_may_show_its_buffers() -> None:
+    module = Holder(Part(), [Weighted()], nn.Linear(1, 1), lr=0.1)
+    saved_modules_of(module)
+    state = {name: value + 1 for name, value in module.state_dict().items()}
+    (metric,) = saved(module, state)["parts"]
+    assert metric.weights.tolist() == [2.0, 3.0]
+    assert metric.extra_repr() == "[2.0, 3.0]"
 
 
 def test_values_that_are_not_at_hand_are_seen() -> None:

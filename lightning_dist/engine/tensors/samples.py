@@ -1,0 +1,140 @@
+"""How many samples a batch has, and which of its lists have an entry for each.
+
+Tensors have the samples in their first dim. Beside them a batch may have lists with an entry per
+sample, such as names, or what a detector learns from: a dict with the boxes of each image, or even
+a list of images of different sizes. Such lists are cut between their entries. But a list may also
+hold whole tensors, such as two views of each sample, or dicts of these. Lengths tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from numbers import Number
+from typing import Any
+
+from torch import Tensor
+
+from lightning_dist.engine.tensors.tree import flatten, map_leaves
+
+
+class SampleList(list[Any]):
+    """A batch, or a part of one, with a tensor for each sample; its pieces are plain lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples of a batch, or of what a step returns for one.
+
+    Attributes:
+        count: Their number; None if there is no tensor.
+        has_rows: Whether each list of as many dicts, or of as many tensors, has one per sample.
+    """
+
+    count: int | None
+    has_rows: bool = False
+
+    def is_column(self, tree: Any) -> bool:
+        """Returns whether a list or tuple has one entry per sample: names, numbers, or a dict."""
+        if isinstance(tree, SampleList):
+            return True
+        if not _is_list(tree) or len(tree) != self.count:
+            return False
+        if self.has_rows and (_are(Mapping, tree) or _are(Tensor, tree)):
+            return True
+        return all(self._is_of_one(entry) for entry in tree)
+
+    def is_output_column(self, output: Any) -> bool:
+        """Returns whether a step's output has one entry per sample; a tuple of numbers has not."""
+        is_results = isinstance(output, tuple) and any(_is_result(entry) for entry in output)
+        return not is_results and self.is_column(output)
+
+    def _is_of_one(self, entry: Any) -> bool:
+        if isinstance(entry, Mapping):
+            tensors = flatten(entry)[0]
+            return any(t.ndim == 0 or len(t) != self.count for t in tensors) or not tensors
+        return not isinstance(entry, Tensor | list | tuple) and not is_dataclass(entry)
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Counts the samples of a batch; None if it has no tensor. Raises as :func:`samples_of`."""
+    return samples_of(batch).count
+
+
+def samples_of(batch: Any) -> Samples:
+    """Counts the samples of a batch.
+
+    Args:
+        batch: Any tree; a :class:`SampleList` has as many samples as entries.
+
+    Raises:
+        ValueError: The tensors disagree, and no list of dicts tells how many samples there are.
+    """
+    if isinstance(batch, SampleList):
+        return Samples(len(batch))
+    sizes = _sizes(batch)
+    records: list[Sequence[Any]] = []
+    outside = _outside(batch, records)
+    lengths = {len(found) for found in records}
+    if len(lengths) == 1:
+        (length,) = lengths
+        if len(sizes) == 1 and (sizes != [length] or not _sizes(outside)):
+            return Samples(sizes[0])  # each dict has all samples
+        rows: list[Sequence[Any]] = []
+        rest = _sizes(_without_rows(outside, length, rows))
+        tells = bool(rest or rows) or any(
+            len(_sizes(record)) > 1 for found in records for record in found
+        )
+        if tells and set(rest) <= {length}:
+            return Samples(length, has_rows=True)
+    if len(sizes) > 1:
+        shapes = [tuple(t.shape) for t in flatten(batch)[0] if t.ndim > 0]
+        raise ValueError(
+            f"The tensors of a batch must have the samples in their first dim, but their first dims"
+            f" are {sizes} (shapes {shapes}). Give tensors that are not per sample another place"
+            " (a buffer of the module, say), or repeat them for each sample."
+        )
+    return Samples(sizes[0] if sizes else None)
+
+
+def _sizes(tree: Any) -> list[int]:
+    return sorted({len(t) for t in flatten(tree)[0] if t.ndim > 0})
+
+
+def _outside(batch: Any, records: list[Sequence[Any]]) -> Any:
+    """Returns the batch without its lists of dicts, which are added to ``records``."""
+
+    def drop(leaf: Any) -> Any:
+        if _is_list(leaf) and _are(Mapping, leaf):
+            records.append(leaf)
+            return None
+        return leaf
+
+    return map_leaves(drop, batch, lambda tree: _is_list(tree) and _are(Mapping, tree))
+
+
+def _without_rows(batch: Any, length: int, rows: list[Sequence[Any]]) -> Any:
+    """Returns the batch without its lists of so many tensors, which are added to ``rows``."""
+
+    def is_row(tree: Any) -> bool:
+        return _is_list(tree) and len(tree) == length and _are(Tensor, tree)
+
+    def drop(leaf: Any) -> Any:
+        if is_row(leaf):
+            rows.append(leaf)
+            return None
+        return leaf
+
+    return map_leaves(drop, batch, is_row)
+
+
+def _is_list(tree: Any) -> bool:
+    return isinstance(tree, list | tuple) and not hasattr(tree, "_fields")
+
+
+def _are(kind: type, entries: Sequence[Any]) -> bool:
+    return bool(entries) and all(isinstance(entry, kind) for entry in entries)
+
+
+def _is_result(entry: Any) -> bool:
+    return entry is None or isinstance(entry, Number)  # numpy's scalars too
