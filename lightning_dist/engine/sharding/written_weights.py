@@ -3,8 +3,9 @@
 On one device a step may write into weights: a teacher that follows its student, a mask that a layer
 multiplies onto its own weight. While a unit's forward runs, FSDP2 has whole copies in place of the
 shards, and frees them later with all that was written. So each rank copies its own part back into
-its shard. That is done in any case: ``weight.data.mul_(...)`` leaves no trace. Where the
-copies are in half precision, only what has left a trace is taken, for the shards are more exact.
+its shard; before the backward, too, for the root stays gathered and hooks may write. That is done
+in any case: ``weight.data.mul_(...)`` leaves no trace. Where the copies are in half precision, only
+what has left a trace is taken, for the shards are more exact.
 
 All ranks must write the same, as replicas must.
 
@@ -25,16 +26,21 @@ from lightning_dist.engine.sharding.fully_shard import groups_of
 from lightning_dist.engine.tensors.dtensor import local_part
 
 
-def keep_written_weights(roots: Iterable[FSDPModule]) -> None:
+class WrittenWeights:
     """Copies weights back after each forward of a unit.
 
     Args:
         roots: The sharded roots, with their units in them.
     """
-    for root in roots:
-        for module in cast(nn.Module, root).modules():
-            if isinstance(module, FSDPModule):
-                _Unit(module)
+
+    def __init__(self, roots: Iterable[FSDPModule]) -> None:
+        modules = [part for root in roots for part in cast(nn.Module, root).modules()]
+        self._units = [_Unit(module) for module in modules if isinstance(module, FSDPModule)]
+
+    def keep(self) -> None:
+        """Copies back once more what is still gathered, as hooks between two passes find it."""
+        for unit in self._units:
+            unit.keep()
 
 
 class _Unit:
@@ -62,11 +68,17 @@ class _Unit:
         self._gathered = [(p, copy.data, copy._version) for p, copy in whole]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()
     def _end(self, *_: object) -> None:
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copies back what is gathered."""
         shards, parts = [], []
         for parameter, data, version in self._gathered:
             copy = parameter._unsharded_param
+            if local_part(copy.detach()).untyped_storage().size() == 0:
+                continue  # freed
             is_replaced = _memory_of(copy) != _memory_of(data)
             if is_replaced:  # `weight.data = ...`
                 local_part(data).copy_(local_part(copy.data))
@@ -77,7 +89,6 @@ class _Unit:
                 if part.numel():
                     shards.append(shard)
                     parts.append(part)
-        self._gathered = []
         if shards:
             torch._foreach_copy_(shards, parts)
 

@@ -22,7 +22,10 @@ from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
 from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
 from lightning_dist.strategies.base import lightning_internals
-from lightning_dist.strategies.base.callback_order import add_first_callback
+from lightning_dist.strategies.base.callback_order import (
+    add_first_callback,
+    is_overridden_by_user,
+)
 from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.loaders.lengths import check_evaluation_lengths
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
@@ -40,6 +43,8 @@ from lightning_dist.strategies.mesh_runtime.placement import ShardedPlacement
 from lightning_dist.strategies.mesh_runtime.replicated_module import ReplicatedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 from lightning_dist.strategies.pipelining.checks import check_trainer, one_optimizer
+
+_BETWEEN_PASSES = ("on_before_zero_grad", "on_before_backward")
 
 
 class ShardedStrategy(ShardedPlacement):
@@ -174,6 +179,8 @@ class ShardedStrategy(ShardedPlacement):
         default = partial(super().backward, closure_loss, optimizer, *args, **kwargs)
         if self._hook_check is not None:
             self._hook_check.check(accumulating=self._is_accumulating)
+        if is_overridden_by_user(_BETWEEN_PASSES, self.module):
+            self.sharded.keep_written()
         return self.sharded.backward(closure_loss, default, accumulating=self._is_accumulating)
 
     @override

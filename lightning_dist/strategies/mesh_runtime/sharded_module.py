@@ -35,7 +35,7 @@ from lightning_dist.engine.sharding.manual_steps import ManualSteps
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
-from lightning_dist.engine.sharding.written_weights import keep_written_weights
+from lightning_dist.engine.sharding.written_weights import WrittenWeights
 from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary, summarise
 from lightning_dist.engine.tensors.patch import user_state_kept
@@ -85,7 +85,7 @@ class ShardedModule:
         self._are_trained = b""  # a flag for each parameter
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
-        keep_written_weights(self._shards)
+        self._written = WrittenWeights(self._shards)
         self._beside: CallsBesideSteps | None = None
         if self._shards and composed.split is None:
             self._beside = CallsBesideSteps(self.module, self._roots[0])
@@ -324,6 +324,10 @@ class ShardedModule:
         """
         if self._units is not None:
             self._units.run_deferred_checks()
+
+    def keep_written(self) -> None:
+        """Keeps what hooks between a forward and its backward wrote into gathered weights."""
+        self._written.keep()
 
     def share_writes(self) -> None:
         """Shares what hooks of one stage alone have written. Collective."""

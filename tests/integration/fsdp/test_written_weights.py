@@ -31,7 +31,7 @@ class Masked(nn.Module):
 
 
 class Student(L.LightningModule):
-    """Has layers that write, and a teacher that follows in each step, in one of three ways."""
+    """Has layers that write, and a teacher that follows in each step, or between its passes."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -49,17 +49,22 @@ class Student(L.LightningModule):
         for own, slow in [*pairs, (self.scale, self.teacher_scale)]:
             if self.way == "in place":
                 slow.mul_(0.9).add_(own, alpha=0.1)
-            elif self.way == "by data" or slow is not self.teacher_scale:
+            elif self.way in ("by data", "between") or slow is not self.teacher_scale:
                 slow.data.mul_(0.9).add_(own.data, alpha=0.1)
             else:  # of a shard, torch ignores it
                 slow.data = slow.data * 0.9 + own.data * 0.1
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self._follow()
+        if self.way != "between":
+            self._follow()
         logits = self.model(batch[0]) * self.scale
         with torch.no_grad():
             wanted = self.teacher(batch[0]) * self.teacher_scale
         return F.cross_entropy(logits, batch[1]) + (logits - wanted).square().mean()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.way == "between":
+            self._follow()
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -82,9 +87,9 @@ def fit(name: str, way: str) -> dict[str, Tensor]:
     return state_of(module)
 
 
-@pytest.mark.some("by data-shards", "anew-shards", "in place-kept")
+@pytest.mark.some("by data-shards", "anew-shards", "in place-kept", "between-shards")
 @pytest.mark.parametrize("name", ["shards", "kept", "offloaded"])
-@pytest.mark.parametrize("way", ["in place", "by data", "anew"])
+@pytest.mark.parametrize("way", ["in place", "by data", "anew", "between"])
 def test_written_weights_stay(workers: WorkerPool, name: str, way: str) -> None:
     (expected,) = workers.run(1, fit, "one", way)
     for found in workers.run(2, fit, name, way):  # both ranks read the same batches
