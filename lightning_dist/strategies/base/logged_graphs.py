@@ -23,7 +23,7 @@ def log_graphs_of_whole(trainer: pl.Trainer) -> tuple[Undo, ...]:
     an earlier run has left in parts.
 
     Args:
-        trainer: The trainer of a fit.
+        trainer: The trainer of a run.
 
     Returns:
         What undoes the leaving out.

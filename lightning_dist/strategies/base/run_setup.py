@@ -91,7 +91,7 @@ class RunSetup(LayoutFreeCheckpoints):
         self.accelerator.setup(trainer)
         self.check_run(trainer)
         saved_modules_of(self.module).restore(self.module)
-        if self.is_fitting and not self.has_plain_state:
+        if not self.has_plain_state:
             self._undo += log_graphs_of_whole(trainer)
         self.place_model(trainer)
         self._is_laid_out = True

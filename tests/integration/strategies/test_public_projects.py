@@ -322,6 +322,9 @@ class Drawn(Regression):
         result: Tensor = self.net(x)
         return result
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
+
 
 def fit_drawn(name: str, folder: str) -> bool:
     logger = TensorBoardLogger(folder, name=name, version=0, log_graph=True)
@@ -329,7 +332,9 @@ def fit_drawn(name: str, folder: str) -> bool:
         warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
         module = make_module(Drawn)
         for _ in range(2):  # the second time the module is in parts
-            trainer_of(name, logger=logger).fit(module, loader())
+            trainer = trainer_of(name, logger=logger)
+            trainer.fit(module, loader(), loader())
+        trainer.validate(module, loader(), verbose=False)
     assert "log_graph" not in vars(logger)  # Lightning's own again
     return trainer_has_graph(folder, name)
 
