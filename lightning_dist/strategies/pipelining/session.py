@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.ties import find_ties
 from lightning_dist.engine.tensors.patch import with_hooks
+from lightning_dist.strategies.base.clipping import norms_of_all_stages
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
@@ -84,8 +85,7 @@ class Session:
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """This rank's parameters that another stage counts in the norm of the whole gradient."""
-        parameters = self.pipeline.stages.named_parameters().items()
-        return [p for name, p in parameters if not self.tied.counts(name)]
+        return _counted_elsewhere(self.pipeline, self.tied)
 
     def close(self, *, failed: bool) -> None:
         """Closes all parts. Collective: every rank must call it."""
@@ -215,6 +215,11 @@ def open_session(
             change_step=None if wrapped is None else wrapped.change_step,
             half=half,
         )
+        elsewhere = partial(_counted_elsewhere, pipeline, tied)
+        norms: Callable[[], AbstractContextManager[None]]
+        norms = partial(norms_of_all_stages, pp_group, elsewhere)
+        if pipeline.asynchronous:  # stages update one after the other, by their own norms
+            norms = nullcontext
         updates = Updates(
             module,
             pipeline,
@@ -222,6 +227,7 @@ def open_session(
             tied,
             complete_gradients=complete_gradients,
             on_update=None if log is None else log.post,
+            norms=norms,
             rate_correction=config.rate_correction(shape),
         )
         session = Session(
@@ -238,6 +244,11 @@ def open_session(
         )
         if_it_fails.pop_all()
         return session
+
+
+def _counted_elsewhere(pipeline: Pipeline, tied: TiedSums) -> list[nn.Parameter]:
+    parameters = pipeline.stages.named_parameters().items()
+    return [p for name, p in parameters if not tied.counts(name)]
 
 
 def _rank_zero_calls(

@@ -11,7 +11,7 @@ their update is due, all of that is sent meanwhile. The schedule's update rule s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -56,6 +56,7 @@ class Updates:
         complete_gradients: Called before each update with the rank's gradients in place, unless
             they were complete before.
         on_update: Called at each update, when its staleness is known.
+        norms: Returns the context manager in which users' hooks take norms of gradients.
         rate_correction: Correction of learning rates for stale weights.
     """
 
@@ -68,6 +69,7 @@ class Updates:
         *,
         complete_gradients: Callable[[], None],
         on_update: Callable[[], None] | None,
+        norms: Callable[[], AbstractContextManager[None]],
         rate_correction: RateCorrection | None = None,
     ) -> None:
         self._module = module
@@ -76,6 +78,7 @@ class Updates:
         self._complete_gradients = complete_gradients
         self._tied = tied
         self._on_update = on_update
+        self._norms = norms
         self._is_in_step = False
         self._spent = SpentGradients(module)
         self._history = HyperparameterHistory(
@@ -142,7 +145,8 @@ class Updates:
         """
         self._is_in_step = True
         try:
-            return self._step(optimizer, closure, apply)
+            with self._norms():
+                return self._step(optimizer, closure, apply)
         finally:
             self._is_in_step = False
 
