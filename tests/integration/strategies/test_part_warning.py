@@ -7,14 +7,16 @@ import pickle
 import warnings
 from pathlib import Path
 
+import pytest
 from lightning.pytorch.strategies import Strategy
+from torch import nn
 
 from lightning_dist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy
 from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
 from tests.helpers.processes.workers import WorkerPool
 
 
-def asked(module: Classifier) -> list[str]:
+def asked(module: nn.Module) -> list[str]:
     """What is warned of when a script asks twice, with the file where it does."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -33,6 +35,14 @@ def fit(strategy: Strategy, folder: str) -> tuple[Classifier, list[str]]:
         trainer.fit(module, make_loader(8), make_loader(8), ckpt_path=resumed, weights_only=True)
         trainer.save_checkpoint(path)
     return module, asked(module)
+
+
+def warned_of_network(strategy: Strategy) -> list[str]:
+    """What is warned of when a network in the module is asked, as ``save_pretrained`` does."""
+    module = make_module()
+    trainer = make_trainer(devices=2, strategy=strategy, max_epochs=1)
+    trainer.fit(module, make_loader(8), make_loader(8))
+    return asked(module.model)
 
 
 def warned_by_all(folder: str) -> tuple[list[list[str]], list[list[str]]]:
@@ -55,3 +65,9 @@ def test_a_part_warns_once_and_the_whole_never(workers: WorkerPool, tmp_path: Pa
             (text,) = texts
             assert text.startswith("test_part_warning.py: module.state_dict() has what this rank")
         assert of_copies == [[], []]  # they have been warned of
+
+
+@pytest.mark.parametrize("strategy", [PipelineStrategy(), FSDPStrategy()], ids=["stages", "shards"])
+def test_a_network_in_the_module_warns_as_well(workers: WorkerPool, strategy: Strategy) -> None:
+    for (text,) in workers.run(2, warned_of_network, strategy):
+        assert text.startswith("test_part_warning.py: module.state_dict() has what this rank")

@@ -1,7 +1,9 @@
 """Warn if a script takes a rank's part of a model for the whole.
 
 ``torch.save(module.state_dict(), path)`` after ``trainer.fit(module)`` makes a file of a stage's
-layers, or of DTensors, which no single process can load. Neither looks wrong until it is needed.
+layers, or of DTensors, which no single process can load. Neither looks wrong until it is needed. The
+same holds for a network in the module: ``self.model.save_pretrained(path)``, or an average that a
+hook keeps of ``self.model.state_dict()``.
 """
 
 from __future__ import annotations
@@ -11,6 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+
+from lightning_dist.engine.splitting.cut import is_cut
+from lightning_dist.engine.splitting.tracing.split import is_traced
+from lightning_dist.engine.tensors.dtensor import is_dtensor
 
 _ATTRIBUTE = "_lightning_dist_part_warning"
 _LEVEL_OF_CALLER = 3  # behind the hook and torch's `state_dict`
@@ -30,7 +36,8 @@ class PartWarning:
         self._is_due = False
         warnings.warn(
             "module.state_dict() has what this rank holds: the layers of its stage, or DTensors of"
-            " its shards. A file of it has no whole model. Instead, on all ranks:"
+            " its shards. A file of it has no whole model, nor has an average that is kept of it"
+            " (use ShardedWeightAveraging). Instead, on all ranks:"
             " trainer.save_checkpoint('some.ckpt'), with the strategy's save_full=True if it is to"
             " be one file, or `python -m lightning_dist merge some.ckpt whole.ckpt` afterwards.",
             stacklevel=_LEVEL_OF_CALLER,
@@ -38,11 +45,23 @@ class PartWarning:
 
 
 def warn_of_part(module: nn.Module) -> None:
-    """Makes a module, of which this rank holds a part, warn when its state dict is made."""
+    """Makes a module of which this rank holds a part, and each such network in it, warn.
+
+    Args:
+        module: The user's module. It warns when its state dict is made, the first time.
+    """
     if _ATTRIBUTE not in vars(module):
         warning = PartWarning()
-        module.register_state_dict_pre_hook(warning)
+        for part in module.modules():
+            if part is module or _is_in_parts(part):
+                part.register_state_dict_pre_hook(warning)
         setattr(module, _ATTRIBUTE, warning)
+
+
+def _is_in_parts(module: nn.Module) -> bool:
+    has_children = any(True for _ in module.children())
+    has_shards = any(map(is_dtensor, module.parameters()))
+    return has_children and (has_shards or is_cut(module) or is_traced(module))
 
 
 @contextmanager
