@@ -30,7 +30,7 @@ from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
 from lightning_dist.strategies.pipelining.step_log import Outcome, Outcomes, StepLog
-from lightning_dist.strategies.pipelining.step_state import StepState
+from lightning_dist.strategies.pipelining.step_state import StepCounters, StepState
 
 _EVALUATION_STEPS = {
     RunningStage.SANITY_CHECKING: "validation_step",
@@ -72,6 +72,7 @@ class StepRunner:
         self._pipeline = pipeline
         self._metrics = metrics
         self._step_state = step_state
+        self._counters = StepCounters(module)
         self._rank_zero_calls = rank_zero_calls
         self._evaluation_microbatches = evaluation_microbatches
         self._change_step = change_step
@@ -196,8 +197,10 @@ class StepRunner:
 
         def step(microbatch: Microbatch) -> Any:
             recording = self._log.recording(microbatch.num_samples)
+            counting = self._counters.in_step(microbatch.weight)
             with ExitStack() as around:
-                for each in (context(), recording, *(part.in_step() for part in watching)):
+                watched = (part.in_step() for part in watching)
+                for each in (context(), recording, counting, *watched):
                     around.enter_context(each)
                 result = method(microbatch.content, *rest)
             weight = weight_of(result)

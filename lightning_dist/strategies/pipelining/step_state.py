@@ -8,11 +8,16 @@ module that are numbers, strings, tensors or containers, and buffers outside of 
 What hooks change is each rank's own, but for averages of weights, which a hook writes into buffers
 or frozen parameters: there each stage has a value for its own layers' only. So a tensor outside of
 the layers that one stage alone has written to is that stage's.
+
+A step runs once for each micro-batch. So a counter in it, ``self.num += 1``, counts these, and a
+temperature that depends on it falls too fast. To count what a micro-batch has, such as its right
+predictions, is as right as on one device; so a counter is warned of, and left.
 """
 
 from __future__ import annotations
 
 import io
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +43,7 @@ _ENDS = (
     "on_test_epoch_end",
     "on_predict_epoch_end",
 )
+_STEPS_TO_TELL = 8
 _MOST_INSIDE = 32  # lists of a few loaders, dicts of a few names; longer ones are of samples
 
 
@@ -201,6 +207,54 @@ class StepState:
         else:
             assert isinstance(mine, dict | set)
             mine.update(value)
+
+
+class StepCounters:
+    """Warns of what has grown by one in each of the first micro-batches.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._num_steps = 0
+        self._counters: set[str] | None = None  # None until the first step
+
+    @contextmanager
+    def in_step(self, share: float) -> Iterator[None]:
+        """Watches a training step that runs to its end; others pass.
+
+        Args:
+            share: Share of its batch that the micro-batch has.
+        """
+        is_training = torch.is_grad_enabled()
+        if not is_training or share == 1.0 or self._num_steps == _STEPS_TO_TELL:
+            yield
+            return
+        before = self._numbers()
+        yield
+        now = self._numbers()
+        grown = {name for name in before.keys() & now.keys() if now[name] - before[name] == 1}
+        self._counters = grown if self._counters is None else self._counters & grown
+        self._num_steps += 1
+        if self._num_steps == _STEPS_TO_TELL and self._counters:
+            warnings.warn(
+                f"Each step has added one to {sorted(self._counters)}, and a step runs once for"
+                " each micro-batch. To count batches, do it in `on_train_batch_start`, use"
+                " `batch_idx` or `self.global_step`, or set num_microbatches=1.",
+                stacklevel=2,
+            )
+
+    def _numbers(self) -> dict[str, int | float]:
+        named = (*vars(self._module).items(), *self._module.named_buffers(recurse=False))
+        numbers: dict[str, int | float] = {}
+        for name, value in named:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                numbers[name] = value
+            elif isinstance(value, Tensor) and value.ndim == 0:
+                numbers[name] = value.item()
+        return numbers
 
 
 def _mark(value: Any, depth: int = 2) -> Any:

@@ -21,7 +21,12 @@ from lightning_dist.checkpoint import load_full
 from lightning_dist.strategies.pipelining.hook_log import HookLog
 from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
 from lightning_dist.strategies.pipelining.step_state import StepState
-from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.networks.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+)
 from tests.helpers.processes.workers import WorkerPool
 
 
@@ -248,3 +253,36 @@ def test_averages_that_hooks_keep_are_whole(
         assert own_seen == pytest.approx(seen, rel=1e-12)
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-14)
+
+
+class Annealed(Classifier):
+    """Has losses that depend on how many steps there were, and counts other things, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num", torch.tensor(0))
+        self.steps, self.seen, self.rows = 0, 0, 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.num += 1
+        self.steps += 1
+        loss: Tensor = super().training_step(batch, batch_idx) * 0.9**self.num / self.steps
+        self.seen += len(batch[0])
+        self.rows += 0.5
+        return loss
+
+
+def warned_of_counters(num_microbatches: int) -> list[str]:
+    strategy = PipelineStrategy(num_microbatches=num_microbatches)
+    trainer = make_trainer(devices=2, strategy=strategy, max_epochs=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(make_module(Annealed), make_loader(24), make_loader(8))
+    return [str(w.message) for w in caught if "each micro-batch" in str(w.message)]
+
+
+def test_counters_of_micro_batches_are_warned_of(workers: WorkerPool) -> None:
+    first, (text,) = workers.run(2, warned_of_counters, 2)
+    assert first == []  # it leaves each step where the next stage's layers begin
+    assert text.startswith("Each step has added one to ['num', 'steps'], and a step runs once for")
+    assert workers.run(2, warned_of_counters, 1) == [[], []]

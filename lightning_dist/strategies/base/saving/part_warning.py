@@ -1,9 +1,9 @@
 """Warn if a script takes a rank's part of a model for the whole.
 
 ``torch.save(module.state_dict(), path)`` after ``trainer.fit(module)`` makes a file of a stage's
-layers, or of DTensors, which no single process can load. Neither looks wrong until it is needed. The
-same holds for a network in the module: ``self.model.save_pretrained(path)``, or an average that a
-hook keeps of ``self.model.state_dict()``.
+layers, or of DTensors, which no single process can load. Neither looks wrong until it is needed.
+The same holds for a network in the module: ``self.model.save_pretrained(path)``, or an average that
+a hook keeps of ``self.model.state_dict()``.
 """
 
 from __future__ import annotations
