@@ -41,7 +41,7 @@ TRAINER = {"max_epochs": EPOCHS}
 MAKE: dict[str, Callable[[], Strategy]] = {
     "ddp": DDPStrategy,
     "fsdp": FSDPStrategy,
-    "1f1b": PipelineStrategy,
+    "1f1b": lambda: PipelineStrategy(num_microbatches=8),
     "pipedream": lambda: PipelineStrategy(schedule="pipedream", partition="uniform"),
     "2bw": lambda: PipelineStrategy(schedule="pipedream_2bw", num_microbatches=1),
     "traced 1f1b": lambda: PipelineStrategy(layers="trace", num_microbatches=8),

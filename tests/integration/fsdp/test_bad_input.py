@@ -194,10 +194,10 @@ class Forces(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.model = nn.Sequential(nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0].requires_grad_()
+        x = batch[0].flatten(1).requires_grad_()
         (forces,) = torch.autograd.grad(self.model(x).sum(), x, create_graph=True)
         return forces.square().mean()
 
