@@ -230,6 +230,49 @@ class Whole(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Headed(nn.Module):
+    """Computes its loss where it has targets, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Branches()
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Any:
+        result = self.body(x)
+        if target is None:
+            return {"result": result}
+        return {"result": result, "loss": F.mse_loss(result, target)}
+
+
+class WithHead(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Headed()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(*batch)["loss"]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(*batch)["loss"])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])["result"]
+
+
+def fit_and_predict(name: str) -> Tensor:
+    trainer, module = trainer_of(name, max_epochs=1), make_module(WithHead)
+    trainer.fit(module, loader(), loader())
+    predicted: Any = trainer.predict(module, loader())
+    trainer.validate(module, loader(), verbose=False)
+    return torch.cat([*predicted, trainer.callback_metrics["val_loss"].reshape(1, 1)])
+
+
+def test_a_traced_model_may_be_called_without_targets(workers: WorkerPool) -> None:
+    (expected,) = workers.run(1, fit_and_predict, "one")
+    for found in workers.run(2, fit_and_predict, "pipe"):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 class Residual(Regression):
     """All parameters are in a list, which is never called itself."""
 

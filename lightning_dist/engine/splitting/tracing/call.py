@@ -49,6 +49,11 @@ class Call:
         sizes = [t.shape[0] for t in self.leaves.values() if _has_dims(t)]
         return sizes[0] if sizes else None
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The paths of the leaves that are None."""
+        return tuple(name for name, leaf in self.leaves.items() if leaf is None)
+
     def resized(self, batch_size: int) -> Call:
         """Returns a call of another number of samples, its tensors without values."""
 

@@ -6,6 +6,7 @@ graph for any other mode, of the whole module or of single parts (frozen norms, 
 it is first needed, on a kept structure without values. It is cut by the parameters of the layers.
 All ranks do so alike, for each has all parts of the module, if not all tensors. Attributes that the
 forward reads, such as the rate of a dropout, are constants of a graph, so graphs are keyed by them.
+So is which arguments are None: a prediction has no targets.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from lightning_dist.engine.splitting.cut import skeleton_of
-from lightning_dist.engine.splitting.tracing.call import CallCheck, bind, example_of
+from lightning_dist.engine.splitting.tracing.call import Call, CallCheck, bind, example_of
 from lightning_dist.engine.splitting.tracing.export import check_of, export
 from lightning_dist.engine.splitting.tracing.graph import (
     TraceGraph,
@@ -40,6 +41,9 @@ _BUILT_IN = frozenset({bool, int, float, str, type(None)})
 
 Mode = tuple[tuple[Any, ...], ...]
 """Names and values of each part's attributes, in the order of ``modules()``."""
+
+Form = tuple[str, ...]
+"""The arguments of a call that are None."""
 
 
 class TraceProgram:
@@ -69,21 +73,18 @@ class TraceProgram:
         for hooks in hooks_of(self._skeleton):  # they run around the sequence, as around any other
             hooks.clear()
         self.signature = inspect.signature(module.forward)
-        given = example_of(self.signature, bind(self.signature, args, kwargs))
-        args, kwargs = pytree.tree_map(
-            lambda leaf: leaf.detach().to(_TRACED_ON) if isinstance(leaf, Tensor) else leaf,
-            (given.args, given.kwargs),
-        )
-        self._example = bind(self.signature, args, kwargs)
+        first = bind(self.signature, args, kwargs)
+        self._form = first.left_out
+        self._examples: dict[Form, Call] = {self._form: self._example_of(first)}
         self.canonical = _first_names(module)
-        self._graphs: dict[Mode, tuple[CallCheck, list[Segment]]] = {}
-        in_training = mode_of(self._skeleton.train())
-        program = self._trace(in_training)
+        self._graphs: dict[tuple[Mode, Form], tuple[CallCheck, list[Segment]]] = {}
+        in_training = mode_of(self._skeleton.train()), self._form
+        program = self._trace(*in_training)
         self._find_layers(graph_of(program, self.canonical))
         self._add(in_training, program)
-        self._current = mode_of(module)
-        for mode in (self._current, mode_of(self._skeleton.eval())):
-            self._segments_in(mode)
+        self._current = mode_of(module), self._form
+        for mode in (self._current[0], mode_of(self._skeleton.eval())):
+            self._segments_in((mode, self._form))
         homes, graphs = self._homes.items(), self._graphs.values()
         self._names = [
             frozenset(name for name, home in homes if home == index).union(
@@ -112,7 +113,15 @@ class TraceProgram:
         for name, _ in self._skeleton.named_parameters():
             self._homes.setdefault(name, len(starts) - 1)
 
-    def _trace(self, mode: Mode) -> ExportedProgram:
+    def _example_of(self, call: Call) -> Call:
+        given = example_of(self.signature, call)
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.detach().to(_TRACED_ON) if isinstance(leaf, Tensor) else leaf,
+            (given.args, given.kwargs),
+        )
+        return bind(self.signature, args, kwargs)
+
+    def _trace(self, mode: Mode, form: Form) -> ExportedProgram:
         structure = skeleton_of(self._skeleton).to_empty(device=_TRACED_ON)
         set_mode(structure, mode)
         if self.casts is not None:
@@ -122,7 +131,7 @@ class TraceProgram:
         structure.register_forward_hook(
             lambda *_: changed.update(changed_attributes(structure, mode))
         )
-        program = export(structure, self._example)
+        program = export(structure, self._examples[form])
         if changed:
             raise ValueError(
                 f"The forward assigns {sorted(changed)}, which a graph does not do. Assign such"
@@ -130,20 +139,20 @@ class TraceProgram:
             )
         return program
 
-    def _segments_in(self, mode: Mode) -> tuple[CallCheck, list[Segment]]:
-        if mode in self._graphs:
-            self._graphs[mode] = self._graphs.pop(mode)  # the first is the one not used for longest
+    def _segments_in(self, key: tuple[Mode, Form]) -> tuple[CallCheck, list[Segment]]:
+        if key in self._graphs:
+            self._graphs[key] = self._graphs.pop(key)  # the first is the one not used for longest
         else:
             while len(self._graphs) >= _MAX_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
-            self._add(mode, self._trace(mode))
-        return self._graphs[mode]
+            self._add(key, self._trace(*key))
+        return self._graphs[key]
 
-    def _add(self, mode: Mode, program: ExportedProgram) -> None:
+    def _add(self, key: tuple[Mode, Form], program: ExportedProgram) -> None:
         graph = graph_of(program, self.canonical)
         starts = assign_starts(graph, self._homes, len(self.titles))
         segments = cut_graph(graph, starts, _TRACED_ON)
-        self._graphs[mode] = check_of(program, self._example), segments
+        self._graphs[key] = check_of(program, self._examples[key[1]]), segments
 
     def names_of_layer(self, index: int) -> frozenset[str]:
         """Names a layer's parameters, and the buffers that it uses in training or evaluation."""
@@ -158,9 +167,14 @@ class TraceProgram:
         Raises:
             ValueError: The graph is not made for this call.
         """
-        self._current = mode_of(self._module)
+        call = bind(self.signature, args, kwargs)
+        # Without a graph to differentiate, a step may leave arguments out: the targets, say.
+        form = self._form if torch.is_grad_enabled() else call.left_out
+        if form not in self._examples:
+            self._examples[form] = self._example_of(call)
+        self._current = mode_of(self._module), form
         check, _ = self._segments_in(self._current)
-        return check.check(bind(self.signature, args, kwargs))
+        return check.check(call)
 
     def run(self, index: int, values: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Runs a layer in the mode of the latest call."""
