@@ -121,7 +121,8 @@ class ForwardInterceptor:
         if self._outputs:
             raise ValueError(
                 "The step called the pipelined module twice. A pipeline runs each layer once per"
-                " micro-batch: call the module once per step, or on a concatenated batch."
+                " micro-batch: call the module once per step, or on a concatenated batch, or let a"
+                " forward with both calls be traced (layers='trace:', or the path of its module)."
             )
         self._outputs.append(self._layers(*arguments, **keywords))
         if self._leaves:

@@ -295,6 +295,8 @@ def _choose_partition(
         if uncut:
             because = "; ".join(uncut)
             raise UncutError(f"{found}, because {because}: what lies between must be on one stage.")
+        if path:  # frozen layers beside it may be cut as well
+            found += ". layers='trace:' cuts the whole LightningModule, if it has a forward"
         raise ValueError(f"{found}.")
     try:
         return choose_partition(layers, config.partition, num_stages)
