@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
@@ -177,3 +178,24 @@ def test_a_metric_that_is_only_updated_has_no_value_for_the_step(workers: Worker
     assert expected["both_epoch"] > 0
     for found in workers.run(2, fit_updated, 2):
         assert found == pytest.approx(expected)
+
+
+class Squeezes(Classifier):
+    """Returns one number for each sample, as if a batch had several."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        best = self.model(batch[0])[:, :1].squeeze()
+        return {"best": best, "text": "a"}
+
+
+def predict_squeezed(devices: int) -> list[Tensor]:
+    trainer = make_trainer(devices=devices, strategy=PipelineStrategy() if devices > 1 else "auto")
+    predicted: Any = trainer.predict(make_module(Squeezes), make_loader(18))
+    return [each["best"] for each in predicted]
+
+
+def test_no_micro_batch_has_one_sample_by_default(workers: WorkerPool) -> None:
+    expected = predict_squeezed(1)
+    for found in workers.run(2, predict_squeezed, 2):
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)

@@ -102,3 +102,21 @@ def test_an_evaluation_has_the_rounds_of_the_whole_schedule() -> None:
     assert Rounds(shape).evaluation(5) == expected
     alone = build_forward_schedule(homes, 5, only_rank=1)
     assert [bool(actions) for actions in alone.ranks] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks", "batch_size", "expected"),
+    [
+        ("1f1b", 2, 64, 8),
+        ("1f1b", 2, 8, 4),
+        ("1f1b", 2, 9, 4),
+        ("1f1b", 2, 3, 1),
+        ("1f1b", 2, 1, 1),
+        ("interleaved_1f1b", 2, 8, 4),
+        ("interleaved_1f1b", 2, 3, 2),  # it takes multiples of the ranks only
+    ],
+)
+def test_micro_batches_have_two_samples_where_the_schedule_can(
+    schedule: str, num_ranks: int, batch_size: int, expected: int
+) -> None:
+    assert find_schedules(schedule).microbatches_of(num_ranks, batch_size, 8) == expected
