@@ -113,7 +113,7 @@ def test_an_evaluation_has_the_rounds_of_the_whole_schedule() -> None:
         ("1f1b", 2, 3, 1),
         ("1f1b", 2, 1, 1),
         ("interleaved_1f1b", 2, 8, 4),
-        ("interleaved_1f1b", 2, 3, 2),  # it takes multiples of the ranks only
+        ("interleaved_1f1b", 2, 3, 1),
     ],
 )
 def test_micro_batches_have_two_samples_where_the_schedule_can(
