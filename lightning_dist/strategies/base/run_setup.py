@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.engine.tensors.rng import first_ranks_numbers
 from lightning_dist.strategies.base.callback_order import order_callbacks
 from lightning_dist.strategies.base.clipping import ClipGradNorm, clip_whole_gradient
 from lightning_dist.strategies.base.ending.stopping import (
@@ -100,6 +101,13 @@ class RunSetup(LayoutFreeCheckpoints):
     def begin_run(self) -> None:
         super().begin_run()
         self._is_laid_out = False
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Runs ``configure_model`` with rank 0's random numbers, whatever it keeps of them."""
+        with first_ranks_numbers(self.world_group):
+            yield
 
     @property
     def is_fitting(self) -> bool:

@@ -39,7 +39,6 @@ from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import replace_method, user_state_kept
-from lightning_dist.engine.tensors.rng import first_ranks_numbers
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.rank_view import RankView
@@ -162,7 +161,7 @@ class ShardedPlacement(LocalReplicas):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Builds modules of ``configure_model`` without memory, with rank 0's random numbers."""
-        with first_ranks_numbers(self.world_group):
+        with super().model_sharded_context():
             if self._policy.is_manual or not self._meta_init:
                 yield
                 return

@@ -65,7 +65,8 @@ class OutsideCalls:
                 " `on_train_end`."
             )
         self._meet()
-        call: Callable[..., Any] = pipeline.stages.found.module
+        # Not the module itself: its hooks run around this call already.
+        call: Callable[..., Any] = pipeline.stages.found.module.forward
         if self._change_step is not None:
             call = self._change_step(call)
         with torch.inference_mode(False), torch.no_grad():

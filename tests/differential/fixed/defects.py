@@ -73,6 +73,14 @@ DEFECTS: dict[str, Fixed] = {
     "hooks of a weighted mean's gradient, pipedream": Fixed(
         Case("pipedream", parameter_hooks=("clamp",), returns="weight", last_batch=5, epochs=2)
     ),
+    # --- numbers that a module draws and keeps ---------------------------------------------------
+    "replicas draw other numbers in configure_model": Fixed(
+        Case("ddp", model="extra_state", built_late=True)
+    ),
+    # --- calls of the model in hooks -------------------------------------------------------------
+    "a hook calls a model that has hooks": Fixed(
+        Case("1f1b", callbacks=("samples",), layer_hooks=("model", "input"))
+    ),
     # --- parameters that some steps do not use, sparse gradients ---------------------------------
     "experts, replicas": Fixed(Case("ddp", model="experts", optimizer="adamw", epochs=2)),
     "experts, shards": Fixed(Case("fsdp", model="experts", optimizer="adamw", epochs=2)),
