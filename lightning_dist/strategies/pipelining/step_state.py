@@ -130,7 +130,7 @@ class StepState:
     @torch.no_grad()
     def merge(self) -> None:
         """Takes what one stage alone has written. Collective: all stages of a replica call it."""
-        if not self._seen:
+        if not (self._buffers or self._fixed):
             return
         now = self._written()
         own = [name for name, mark in now.items() if mark != self._seen.get(name)]
@@ -145,22 +145,27 @@ class StepState:
 
     def _take(self, names: Sequence[str], source: int) -> None:
         is_own = dist.get_rank() == source
-        sent = [{n: self._tensor(n).detach().cpu() for n in names} if is_own else None]
+        sent = [self._values(names) if is_own else None]
         dist.broadcast_object_list(sent, src=source, group=self._stages)
         assert sent[0] is not None
         for name, value in () if is_own else sent[0].items():
             tensor = self._tensor(name)
-            tensor.resize_(value.shape).copy_(value)
+            if tensor is not None and tensor.shape == value.shape:
+                tensor.copy_(value)
+
+    def _values(self, names: Sequence[str]) -> dict[str, Tensor]:
+        found = {name: self._tensor(name) for name in names}
+        return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
 
     def _written(self) -> dict[str, Any]:
         """Returns what changes with each write into the tensors outside of the layers."""
         tensors = {name: self._tensor(name) for name in (*self._buffers, *self._fixed)}
         return {name: (id(tensor), _mark(tensor)) for name, tensor in tensors.items()}
 
-    def _tensor(self, name: str) -> Tensor:
+    def _tensor(self, name: str) -> Tensor | None:
         path, _, key = name.rpartition(".")
-        tensor: Tensor = getattr(self._module.get_submodule(path), key)
-        return tensor
+        tensor = getattr(self._module.get_submodule(path), key, None)
+        return tensor if isinstance(tensor, Tensor) else None
 
     def _unpack(self, packed: bytes) -> None:
         place = partial(_place, str(self._module.device))
@@ -252,7 +257,7 @@ class StepCounters:
         for name, value in named:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 numbers[name] = value
-            elif isinstance(value, Tensor) and value.ndim == 0:
+            elif type(value) is Tensor and value.ndim == 0:  # others may be on another stage
                 numbers[name] = value.item()
         return numbers
 

@@ -278,11 +278,12 @@ class Residual(Regression):
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("share", torch.tensor(0.5))  # of the first stage
         blocks = (nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3))
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        total = torch.zeros_like(x)
+        x, total = x * self.share, torch.zeros_like(x)
         for block in self.blocks:
             part = block(x)
             total, x = total + part, x - part
