@@ -8,7 +8,7 @@ hold whole tensors, such as two views of each sample, or dicts of these. Lengths
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from numbers import Number
 from typing import Any
@@ -73,19 +73,17 @@ def samples_of(batch: Any) -> Samples:
     if isinstance(batch, SampleList):
         return Samples(len(batch))
     sizes = _sizes(batch)
-    records: list[Sequence[Any]] = []
-    outside = _outside(batch, records)
+    outside, records = _without(batch, lambda found: _are(Mapping, found))
     lengths = {len(found) for found in records}
     if len(lengths) == 1:
         (length,) = lengths
         if len(sizes) == 1 and (sizes != [length] or not _sizes(outside)):
             return Samples(sizes[0])  # each dict has all samples
-        rows: list[Sequence[Any]] = []
-        rest = _sizes(_without_rows(outside, length, rows))
-        tells = bool(rest or rows) or any(
+        rest, rows = _without(outside, lambda found: len(found) == length and _are(Tensor, found))
+        tells = bool(_sizes(rest) or rows) or any(
             len(_sizes(record)) > 1 for found in records for record in found
         )
-        if tells and set(rest) <= {length}:
+        if tells and set(_sizes(rest)) <= {length}:
             return Samples(length, has_rows=True)
     if len(sizes) > 1:
         shapes = [tuple(t.shape) for t in flatten(batch)[0] if t.ndim > 0]
@@ -101,31 +99,22 @@ def _sizes(tree: Any) -> list[int]:
     return sorted({len(t) for t in flatten(tree)[0] if t.ndim > 0})
 
 
-def _outside(batch: Any, records: list[Sequence[Any]]) -> Any:
-    """Returns the batch without its lists of dicts, which are added to ``records``."""
+def _without(
+    batch: Any, is_taken: Callable[[Sequence[Any]], bool]
+) -> tuple[Any, list[Sequence[Any]]]:
+    """Returns a batch without some of its lists, and these."""
+    taken: list[Sequence[Any]] = []
+
+    def is_leaf(tree: Any) -> bool:
+        return _is_list(tree) and is_taken(tree)
 
     def drop(leaf: Any) -> Any:
-        if _is_list(leaf) and _are(Mapping, leaf):
-            records.append(leaf)
-            return None
-        return leaf
+        if not is_leaf(leaf):
+            return leaf
+        taken.append(leaf)
+        return None
 
-    return map_leaves(drop, batch, lambda tree: _is_list(tree) and _are(Mapping, tree))
-
-
-def _without_rows(batch: Any, length: int, rows: list[Sequence[Any]]) -> Any:
-    """Returns the batch without its lists of so many tensors, which are added to ``rows``."""
-
-    def is_row(tree: Any) -> bool:
-        return _is_list(tree) and len(tree) == length and _are(Tensor, tree)
-
-    def drop(leaf: Any) -> Any:
-        if is_row(leaf):
-            rows.append(leaf)
-            return None
-        return leaf
-
-    return map_leaves(drop, batch, is_row)
+    return map_leaves(drop, batch, is_leaf), taken
 
 
 def _is_list(tree: Any) -> bool:

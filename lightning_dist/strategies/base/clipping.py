@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,9 +79,8 @@ def norms_of_all_stages(
             raise RuntimeError(f"The norm of order {norm_type} of all stages' gradients is {total}")
         return total.to(own.device, own.dtype)
 
-    replace: Any = norm_of_all
-    clip_grad._get_total_norm = replace
+    undo = replace_method(clip_grad, "_get_total_norm", norm_of_all)
     try:
         yield
     finally:
-        clip_grad._get_total_norm = own_norm
+        undo()
