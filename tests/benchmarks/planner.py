@@ -14,6 +14,7 @@ what the plan computes is taken to drift as these steps do, and what it sends no
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from lightning_dist import AutoStrategy, MeshStrategy
 from lightning_dist.engine.planning.search.plan import Plan
 from recipes.gpt import build_gpt
 from recipes.resnet import build_resnet
-from tests.benchmarks.contestants import WARMUP, Stopwatch, adamw
+from tests.benchmarks.contestants import WARMUP, adamw
 from tests.benchmarks.memory import peak_of
 from tests.benchmarks.quiet import QUIET_TRAINER, quieten
 from tests.helpers.hosts.cluster import Network, hosts
@@ -114,9 +115,26 @@ class Classifier(L.LightningModule):
         return adamw(self.parameters())
 
 
+class Steps(L.Callback):
+    """Times the steps after the warm-up, each from its beginning to that of the next."""
+
+    def __init__(self) -> None:
+        self._beginnings: list[float] = []
+
+    @property
+    def seconds(self) -> float:
+        """The median; without the end of the run, which is no part of a step."""
+        steps = itertools.pairwise(self._beginnings[WARMUP:])
+        return statistics.median(end - begin for begin, end in steps)
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        self._beginnings.append(time.perf_counter())
+
+
 def fit(name: str, strategy: Any, world: tuple[int, int], count: int) -> float:
     """Trains, and returns the seconds of a step after the warm-up."""
-    model, watch = MODELS[name], Stopwatch(count - WARMUP)
+    model, watch = MODELS[name], Steps()
+    count += 1  # a step ends where another begins
     size = model.batch_size * count
     data = TensorDataset(model.sample(size), torch.randint(0, model.num_classes, (size,)))
     trainer = L.Trainer(

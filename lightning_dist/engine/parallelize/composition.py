@@ -137,7 +137,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
     """
     split = None if asked.pipeline is None else _find_split(module, mesh, asked.pipeline, asked)
     keeps = _keep_all if split is None else split.keeps
-    units = _choose_units(module, asked, split)
+    units = _on_this_rank(module, _choose_units(module, asked, split), keeps)
     if asked.is_manual:
         check_called(module, [unit.name for unit in units])
     recomputed = _choose_recomputed(module, units, asked.shard)
@@ -317,6 +317,18 @@ def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | 
             " layers, or the layers themselves."
         )
     return units
+
+
+def _on_this_rank(module: nn.Module, units: list[Unit], keeps: Callable[[str], bool]) -> list[Unit]:
+    """Names units by their first places on this rank: a layer may repeat on several stages."""
+    places: dict[nn.Module, list[str]] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        places.setdefault(part, []).append(name)
+
+    def here(name: str) -> str:
+        return next(filter(keeps, places[module.get_submodule(name)]), name)
+
+    return [replace(unit, name=here(unit.name)) for unit in units]
 
 
 def _choose_recomputed(

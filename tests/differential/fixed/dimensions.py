@@ -99,6 +99,9 @@ DIMENSIONS: dict[str, Fixed] = {
     "a block that stages share, frozen at first, 2bw": Fixed(
         Case("2bw", model="repeated", callbacks=("unfreeze",), epochs=2)
     ),
+    "a norm in a block that sharded stages share, in half precision": Fixed(
+        Case("mesh", model="repeated", precision="half")
+    ),
     "stages, running statistics": Fixed(
         Case("gpipe_whole", model="batch_norms", precision="64-true", callbacks=("linked_last",))
     ),
