@@ -32,7 +32,6 @@ from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.base.model_checks import check_dense_gradients
-from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.mesh import MeshStrategy, arguments_of
 from lightning_dist.strategies.mesh_runtime.first_call import share_first_batch
 from lightning_dist.strategies.mesh_runtime.measuring.costs import (
@@ -183,7 +182,7 @@ class AutoStrategy(MeshStrategy):
         found = self.broadcast(found)
         if isinstance(found, str):
             raise ValueError(found)
-        if self.world_size == 1 or half_precision_of(self.precision_plugin) is not None:
+        if self.world_size == 1:
             return found
         return corrected(found, self._rehearse(found, batch), machine)
 

@@ -32,6 +32,7 @@ class StageBackwards:
         root: Runs the stage's layers; sharded or not.
         context: Returns the context manager in which each backward runs.
         sends: Returns whether gradients are reduced in this round at all.
+        before_last: Called before the last backward of a round, which frees gathered parameters.
     """
 
     def __init__(
@@ -39,10 +40,13 @@ class StageBackwards:
         root: nn.Module,
         context: Callable[[], AbstractContextManager[None]],
         sends: Callable[[], bool],
+        before_last: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
         self._context = context
         self._sends = sends
+        self.before_last = before_last
+        self._announced: tuple[bool, bool] | None = None
         if not hasattr(root, _EMPTY_FORWARD):  # an earlier run of the same model has made it
             setattr(root, _EMPTY_FORWARD, _nothing)
             register_fsdp_forward_method(root, _EMPTY_FORWARD)
@@ -77,10 +81,12 @@ class StageBackwards:
             torch.autograd.backward(getattr(self._root, _EMPTY_FORWARD)())
 
     def _announce(self, *, is_last: bool) -> None:
-        if isinstance(self._root, FSDPModule):
+        sends = is_last and self._sends()
+        if isinstance(self._root, FSDPModule) and self._announced != (is_last, sends):
+            self._announced = is_last, sends  # each of these walks over all modules
             self._root.set_is_last_backward(is_last)
             self._root.set_reshard_after_backward(is_last)
-            self._root.set_requires_gradient_sync(is_last and self._sends())
+            self._root.set_requires_gradient_sync(sends)
 
 
 class ParamGradAccumulator(HeldGradients):
@@ -141,11 +147,11 @@ class ParamGradAccumulator(HeldGradients):
     def adding(
         self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
     ) -> Iterator[None]:
-        self._num_left -= 1
+        is_last = self._count_down()
         with self._listener.part():
             yield
         self._keep_from(given)
-        self._listener.end_parts(is_last=self._num_left == 0)
+        self._listener.end_parts(is_last=is_last)
 
     @override
     def clear(self) -> None:
@@ -162,16 +168,23 @@ class ParamGradAccumulator(HeldGradients):
         update: int,
         backward: Backward = torch.autograd.backward,
     ) -> list[Tensor | None]:
-        self._num_left -= 1
+        is_last = self._count_down()
         if outputs:
             self._look(outputs)
-            with self._listener.backward(is_last=self._num_left == 0):
+            with self._listener.backward(is_last=is_last):
                 backward(outputs, gradients)
         found = [tensor.grad for tensor in inputs]
         for tensor in inputs:
             tensor.grad = None
         self._keep_from([*gradients, *found])
         return found
+
+    def _count_down(self) -> bool:
+        """Counts a backward; returns whether it is the round's last."""
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._listener.before_last()
+        return self._num_left == 0
 
     def _keep_from(self, others: Sequence[Tensor | None]) -> None:
         """Copies the gradients that share memory with other tensors."""

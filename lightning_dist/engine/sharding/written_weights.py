@@ -9,8 +9,12 @@ what has left a trace is taken, for the shards are more exact.
 
 All ranks must write the same, as replicas must.
 
-Of FSDP2's parameters this module reads ``fsdp_params``, ``_unsharded_param``, ``fsdp_placement``
-and ``mesh_info``; no public function gives a gathered copy and its place.
+A stage's weights stay gathered for all micro-batches of a round. So they are copied back once,
+before the backward that frees them.
+
+Of FSDP2 this module reads a unit's ``fsdp_params`` and whether it is freed after its forward, and a
+parameter's ``_unsharded_param``, ``fsdp_placement`` and ``mesh_info``; no public function gives a
+gathered copy and its place. FSDP2 makes a copy once, and then only frees and allocates its memory.
 """
 
 from __future__ import annotations
@@ -31,16 +35,65 @@ class WrittenWeights:
 
     Args:
         roots: The sharded roots, with their units in them.
+        in_rounds: Whether :meth:`keep` will be called before the backward that frees the units, so
+            that those which no forward frees are copied back then only.
     """
 
-    def __init__(self, roots: Iterable[FSDPModule]) -> None:
+    def __init__(self, roots: Iterable[FSDPModule], *, in_rounds: bool = False) -> None:
         modules = [part for root in roots for part in cast(nn.Module, root).modules()]
-        self._units = [_Unit(module) for module in modules if isinstance(module, FSDPModule)]
+        self._units = [_Unit(m, in_rounds) for m in modules if isinstance(m, FSDPModule)]
+
+    def begin_round(self) -> None:
+        """Forgets an earlier round, which may have failed."""
+        for unit in self._units:
+            unit.is_waiting = False
 
     def keep(self) -> None:
-        """Copies back once more what is still gathered, as hooks between two passes find it."""
+        """Copies back what is still gathered, as hooks between two passes find it."""
         for unit in self._units:
             unit.keep()
+
+    def keep_waiting(self) -> None:
+        """Copies back the units that wait for :meth:`keep`, after a forward without a backward."""
+        for unit in self._units:
+            if unit.is_waiting:
+                unit.keep()
+
+
+class _Weight:
+    """One weight of a unit, gathered or not.
+
+    Args:
+        parameter: FSDP2's description of it, whose copy is gathered now.
+    """
+
+    def __init__(self, parameter: Any) -> None:
+        self.parameter = parameter
+        self.copy: Tensor = parameter._unsharded_param
+        with torch.inference_mode(False):
+            self._data = self.copy.data
+            self.part = _part_of(local_part(self._data), parameter)
+        self._memory = _memory_of(self._data)
+        self._storage = local_part(self._data).untyped_storage()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the copy has memory."""
+        return self._storage.size() > 0
+
+    @property
+    def shard(self) -> Tensor:
+        """The values of this rank's shard."""
+        found: Tensor = self.parameter.sharded_param
+        return local_part(found)
+
+    def take_back(self) -> bool:
+        """Undoes ``weight.data = ...``; returns whether it had been done. The values stay."""
+        if _memory_of(self.copy) == self._memory:
+            return False
+        local_part(self._data).copy_(local_part(self.copy.data))
+        self.copy.data = self._data
+        return True
 
 
 class _Unit:
@@ -48,11 +101,17 @@ class _Unit:
 
     Args:
         module: The unit's module.
+        in_rounds: As for :class:`WrittenWeights`.
+
+    Attributes:
+        is_waiting: Whether nothing was copied back after the last forward.
     """
 
-    def __init__(self, module: FSDPModule) -> None:
-        self._groups = groups_of(module)
-        self._gathered: list[tuple[Any, Tensor, int]] = []
+    def __init__(self, module: FSDPModule, in_rounds: bool) -> None:
+        self._groups, self._in_rounds = groups_of(module), in_rounds
+        self._weights: list[_Weight] = []
+        self._versions: list[int] = []
+        self.is_waiting = False
         hooked = cast(nn.Module, module)
         hooked.register_forward_pre_hook(self._begin)  # behind FSDP2's own
         hooked.register_forward_hook(self._end, prepend=True)  # ahead of it
@@ -63,34 +122,41 @@ class _Unit:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, *_: object) -> None:
+        if self.is_waiting:
+            return
         found = [p for group in self._groups for p in group.fsdp_params]
-        whole = [(p, p._unsharded_param) for p in found if hasattr(p, "_unsharded_param")]
-        self._gathered = [(p, copy.data, copy._version) for p, copy in whole]
+        copies = [p._unsharded_param for p in found if hasattr(p, "_unsharded_param")]
+        known = [weight.copy for weight in self._weights]
+        if len(known) != len(copies) or any(map(_are_two, known, copies)):
+            self._weights = [_Weight(p) for p in found if hasattr(p, "_unsharded_param")]
+        self._versions = [copy._version for copy in copies]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, *_: object) -> None:
-        self.keep()
+        frees = any(group._reshard_after_forward for group in self._groups)
+        self.is_waiting = self._in_rounds and not frees and torch.is_grad_enabled()
+        if not self.is_waiting:
+            self.keep()
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copies back what is gathered."""
+        self.is_waiting = False
         shards, parts = [], []
-        for parameter, data, version in self._gathered:
-            copy = parameter._unsharded_param
-            if local_part(copy.detach()).untyped_storage().size() == 0:
-                continue  # freed
-            is_replaced = _memory_of(copy) != _memory_of(data)
-            if is_replaced:  # `weight.data = ...`
-                local_part(data).copy_(local_part(copy.data))
-                copy.data = data
-            shard = local_part(parameter.sharded_param)
-            if data.dtype == shard.dtype or is_replaced or copy._version != version:
-                part = _part_of(local_part(data), parameter)
-                if part.numel():
-                    shards.append(shard)
-                    parts.append(part)
+        for weight, version in zip(self._weights, self._versions, strict=True):
+            if not weight.is_gathered:
+                continue
+            is_replaced, shard, part = weight.take_back(), weight.shard, weight.part
+            is_written = is_replaced or weight.copy._version != version
+            if part.numel() and (is_written or part.dtype == shard.dtype):
+                shards.append(shard)
+                parts.append(part)
         if shards:
             torch._foreach_copy_(shards, parts)
+
+
+def _are_two(one: Tensor, other: Tensor) -> bool:
+    return one is not other
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -85,7 +85,7 @@ class ShardedModule:
         self._are_trained = b""  # a flag for each parameter
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
-        self._written = WrittenWeights(self._shards)
+        self._written = WrittenWeights(self._shards, in_rounds=composed.split is not None)
         self._beside: CallsBesideSteps | None = None
         if self._shards and composed.split is None:
             self._beside = CallsBesideSteps(self.module, self._roots[0])

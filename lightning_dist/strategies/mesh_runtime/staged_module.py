@@ -133,6 +133,7 @@ class StagedModule(ShardedModule):
     ) -> Any:
         if self._unused is not None:
             self._unused.begin_step()
+        self._written.begin_round()
         self.session.updates.begin_batch()
         with self.check_units(training=True), explain_shard_errors():
             return self.session.runner.train(arguments_of_step(args, kwargs), context)
@@ -153,6 +154,11 @@ class StagedModule(ShardedModule):
         if self._session is not None:
             self._session.step_state.merge()
 
+    @override
+    def reshard(self) -> None:
+        self._written.keep_waiting()
+        super().reshard()
+
     # --- gradients ---------------------------------------------------------------------------
 
     def root(self, number: int) -> nn.Module:
@@ -164,7 +170,9 @@ class StagedModule(ShardedModule):
         if self.is_whole:
             return HeldGradients()
         root = self.root(number)
-        listener = StageBackwards(root, self.backward_context, lambda: self._sends)
+        listener = StageBackwards(
+            root, self.backward_context, lambda: self._sends, self.keep_written
+        )
         return ParamGradAccumulator(root, listener, partial(self._check_first, number))
 
     def _check_first(self, number: int, outputs: Sequence[Tensor]) -> None:

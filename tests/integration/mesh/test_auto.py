@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist import AutoStrategy
+from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.planning.search.plan import Plan
 from tests.helpers.gpt_parity import BATCH_SIZE, TOLERANCE, data, make_gpt
@@ -69,6 +70,24 @@ def test_trains_on_the_best_plan_as_a_single_device(
     assert planned["state_dict"].keys() == single["state_dict"].keys()
     for name, value in single["state_dict"].items():
         torch.testing.assert_close(planned["state_dict"][name], value, rtol=0, atol=TOLERANCE)
+
+
+def rehearse_in_half() -> tuple[int, float]:
+    strategy = AutoStrategy(num_plans=1000, timeout_s=60.0)
+    half = MixedPrecision("fp16", initial_scale=8.0)
+    trainer = make_trainer(
+        devices=2, strategy=strategy, precision="32-true", callbacks=[half], limit_train_batches=2
+    )
+    loaders = (DataLoader(data(number), batch_size=BATCH_SIZE) for number in (16, BATCH_SIZE))
+    trainer.fit(make_gpt().float(), *loaders)
+    assert strategy.ranking is not None
+    assert half.loss_scale is not None
+    return len(strategy.ranking.rehearsed), half.loss_scale.value
+
+
+def test_tries_steps_in_half_precision_without_its_loss_scale(workers: WorkerPool) -> None:
+    for found in workers.run(2, rehearse_in_half, timeout=120.0):
+        assert found == (4, 8.0)  # replicas, stages, shards and tensor-parallel ranks
 
 
 def fail_to_fit(path: Path) -> str:

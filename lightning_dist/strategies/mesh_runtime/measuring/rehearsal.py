@@ -11,7 +11,7 @@ train. It has the module's values, but no callbacks, and no loader.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from lightning_dist.engine.parallelize.composition import (
 )
 from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
 from lightning_dist.engine.pipeline.connect import connect
+from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
@@ -43,6 +44,7 @@ from lightning_dist.engine.sharding.deferred_init.api import named_tensors
 from lightning_dist.engine.sharding.fully_shard import fill
 from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.splitting.ties import tie_again
+from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin, half_precision_of
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
 from lightning_dist.strategies.mesh_runtime.measuring.updates import dense, optimizer_of
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
@@ -89,6 +91,19 @@ class Rehearsal:
         own = skeleton_of(self.module)
         own.trainer = self.module.trainer
         own.train()
+        half = half_precision_of(self.precision)
+        if half is None:
+            return self._seconds_of_copy(own, mesh, ranks, how)
+        plugin = HalfPrecisionPlugin(half.half)  # which leaves no step out
+        plugin.convert_module(own)
+        try:
+            return replace(self, precision=plugin)._seconds_of_copy(own, mesh, ranks, how)
+        finally:
+            plugin.teardown()
+
+    def _seconds_of_copy(
+        self, own: pl.LightningModule, mesh: MeshShape, ranks: DeviceMesh, how: Parallelism
+    ) -> float:
         composed = parallelize(own, ranks, how)
         values = named_tensors(self.module, every_name=True)
 
@@ -98,6 +113,11 @@ class Rehearsal:
         fill(own, named_tensors(own), value_of, self.device)
         if composed.split is not None:
             tie_again(composed.split.layers, composed.split.ties)
+        half = half_precision_of(self.precision)
+        if half is not None:
+            half.connect(own, [], [])
+            if composed.shards:
+                half.leave_to_shards()
         with not_logging(own):
             if composed.split is None:
                 return self._seconds(self._whole(composed, ranks, how))
@@ -121,7 +141,7 @@ class Rehearsal:
 
         def step() -> None:
             loss = _loss_of(module.train(own.training_step, context, *arguments))
-            module.backward(loss, partial(_differentiate, loss), accumulating=False)
+            module.backward(loss, partial(self._differentiate, loss, own), accumulating=False)
             module.add_gradients()
             _update(optimizer)
 
@@ -135,10 +155,14 @@ class Rehearsal:
         def step_of_replica() -> None:
             with context():
                 loss = _loss_of(ddp(own.training_step, *arguments))
-            loss.backward()
+            self._differentiate(loss, own)
             _update(optimizer)
 
         return step_of_replica
+
+    def _differentiate(self, loss: Tensor, own: pl.LightningModule) -> Tensor:
+        self.precision.backward(loss, own, None)
+        return loss
 
     def _staged(
         self, composed: ParallelModule, mesh: MeshShape, how: Parallelism, ranks: DeviceMesh
@@ -155,7 +179,18 @@ class Rehearsal:
             rank_of_stage=shape.rank_of_stage,
             p2p_backend=config.p2p_backend(self.backend, self.device),
         )
-        options = StageOptions(device=self.device, layers=staged.root, gradients=staged.gradients)
+        half = half_precision_of(self.precision)
+        weights = None
+        if half is not None:
+            weights = half.leave_to_stages(split.layers, is_in_graph=not staged.is_whole)
+        masters_dtype = None if weights is None else torch.float32
+
+        def gradients(number: int) -> HeldGradients:
+            return HeldGradients(masters_dtype) if staged.is_whole else staged.gradients(number)
+
+        options = StageOptions(
+            device=self.device, layers=staged.root, gradients=gradients, half=weights
+        )
         run = staged.wrap_step(staged.module.training_step)
 
         def train(microbatch: Microbatch) -> Tensor:
@@ -192,11 +227,6 @@ class Rehearsal:
 
 def _loss_of(result: Any) -> Tensor:
     return Loss.of(result).value
-
-
-def _differentiate(loss: Tensor) -> Tensor:
-    loss.backward()
-    return loss
 
 
 def _update(optimizer: Optimizer | None) -> None:

@@ -68,6 +68,9 @@ def test_a_hook_sees_the_sum_so_far_in_the_memory_that_is_held(is_parted: bool) 
 class Listening:
     """Hears nothing."""
 
+    def before_last(self) -> None:
+        pass
+
     def backward(self, *, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
