@@ -95,7 +95,8 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def _dtype_of_weights(module: nn.Module) -> torch.dtype | None:
-    floats = (p.dtype for p in module.parameters(recurse=False) if p.is_floating_point())
+    own = module.parameters(recurse=False)
+    floats = (p.dtype for p in own if p.is_floating_point() and p.ndim)  # a number suits any dtype
     return next(floats, None)
 
 

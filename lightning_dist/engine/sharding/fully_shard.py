@@ -159,8 +159,9 @@ def shard(
     """
     _check_classes(module)
     _check_stacks(module, mesh)
+    left_whole = {p for p in module.parameters() if is_indivisible(p)}
     apart = set() if kept is None else set(kept.parameters())
-    _check_dtypes(roots, module, units, apart)
+    _check_dtypes(roots, module, units, apart | left_whole)
     attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     in_fp32 = MixedPrecisionPolicy(
@@ -179,7 +180,6 @@ def shard(
             shard_placement_fn=_shard_dim,
         )
         apart = set(kept.parameters())  # which it has replaced
-    scalars = {p for p in module.parameters() if is_frozen_scalar(p)}
     for unit in units:
         own = unit.reshard_after_forward
         fully_shard(
@@ -189,7 +189,7 @@ def shard(
             mp_policy=in_fp32 if unit.keep_fp32 else precision,
             offload_policy=offload,
             shard_placement_fn=_shard_dim,
-            ignored_params=apart | scalars,
+            ignored_params=apart | left_whole,
         )
     # A root's input is the user's batch, targets too: their dtype is not ours to change.
     for root in roots:
@@ -200,16 +200,16 @@ def shard(
             mp_policy=replace(precision, cast_forward_inputs=False),
             offload_policy=offload,
             shard_placement_fn=_shard_dim,
-            ignored_params=apart | scalars,
+            ignored_params=apart | left_whole,
         )
     for name, parameter in module.named_parameters():  # FSDP2 has replaced them
         vars(parameter).update(attributes.get(name, {}))
     return tuple(root for root in roots if isinstance(root, FSDPModule))
 
 
-def is_frozen_scalar(parameter: Tensor) -> bool:
-    """Returns whether a parameter has no dimension to shard, and no gradient: each rank has it."""
-    return parameter.ndim == 0 and not parameter.requires_grad
+def is_indivisible(parameter: Tensor) -> bool:
+    """Returns whether a parameter has no dimension or no elements: each rank then has it whole."""
+    return parameter.ndim == 0 or parameter.numel() == 0
 
 
 def _check_dtypes(
@@ -314,7 +314,7 @@ def move_rest(module: nn.Module, roots: Iterable[FSDPModule], device: torch.devi
         device: Device on which the module computes.
     """
     parameters = (p for root in roots for p in cast(nn.Module, root).parameters())
-    sharded = {id(p) for p in parameters if not is_frozen_scalar(p)}
+    sharded = {id(p) for p in parameters if not is_indivisible(p)}
     # `.to` calls `_apply`, which metrics and FSDP2's modules override.
     module._apply(lambda t: t if id(t) in sharded else t.to(device))
 

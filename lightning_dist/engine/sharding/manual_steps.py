@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_dist.engine.common.names import shorten
-from lightning_dist.engine.sharding.fully_shard import reshard
+from lightning_dist.engine.sharding.fully_shard import is_indivisible, reshard
 from lightning_dist.engine.sharding.wrap import Unit, WrapPolicy
 from lightning_dist.engine.tensors.module_tree import (
     outermost,
@@ -76,7 +76,7 @@ class WithCalled(WrapPolicy):
 
 def check_called(module: nn.Module, units: Sequence[str]) -> None:
     """Checks that each parameter belongs to a module that a step calls, so to one of the units."""
-    uses = parameter_uses(module, units)
+    uses = [u for u in parameter_uses(module, units) if not is_indivisible(u.parameter)]
     left = [name for use in uses if not use.home for name in use.names.values()]
     if left:
         raise ValueError(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_dist.engine.sharding.fully_shard import KeptGradients
+from lightning_dist.engine.sharding.fully_shard import KeptGradients, is_indivisible
 
 
 class UnusedParameters:
@@ -81,11 +81,14 @@ class UnusedParameters:
     def end_update(self) -> list[str]:
         """Ends the backward that completes an update. Collective: every rank must call it.
 
+        Parameters that are whole on each rank must have their gradients' average, if any has one.
+
         Returns:
             Names of the parameters that no rank has used in this update; the same on all ranks.
         """
         found = list(self._sharded.items())
-        unused = [p.requires_grad and name not in self._reached for name, p in found]
+        reached = self._reached | {n for n, p in found if is_indivisible(p) and p.grad is not None}
+        unused = [p.requires_grad and name not in reached for name, p in found]
         self._reached.clear()
         by_all = torch.tensor(unused, dtype=torch.uint8)
         dist.all_reduce(by_all, dist.ReduceOp.MIN, self._group)
@@ -100,11 +103,12 @@ class UnusedParameters:
                 names[:] = [name for name in names if name not in hooked]
 
     def _hook(self, name: str) -> bool:
-        if not self._sharded[name].requires_grad:
+        known = self._sharded[name]
+        if not known.requires_grad or is_indivisible(known):
             return False
         parameter = self._module.get_parameter(name)
         # While a unit is gathered it has other parameters, the same ones each time.
-        if parameter is self._sharded[name]:
+        if parameter is known:
             return False
         # The hook holds names only: torch hides a hook's references from the garbage collector, so
         # a hook that referred to the parameter's module would keep the module alive for ever.

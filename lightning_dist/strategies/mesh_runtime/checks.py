@@ -16,6 +16,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.parallelize.shard_config import Offload, ShardConfig, Sharded
+from lightning_dist.engine.sharding.fully_shard import is_indivisible
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.dtensor import crashes_in_gathers, is_dtensor
@@ -75,7 +76,9 @@ class HookCheck:
     def __init__(self, module: pl.LightningModule, *, reduces_each: bool) -> None:
         self._module = module
         self._reduces_each = reduces_each
-        self._shards = list(module.named_parameters())
+        named = list(module.named_parameters())
+        self._shards = [(name, p) for name, p in named if not is_indivisible(p)]
+        self._left_whole = [(name, p) for name, p in named if is_indivisible(p)]
         self._gathered: list[tuple[str, nn.Parameter]] | None = None
 
     def check(self, *, accumulating: bool) -> None:
@@ -86,7 +89,7 @@ class HookCheck:
         """
         if self._gathered is None:
             # The parameters that the root has gathered for a step; the same tensors in each step.
-            own = {id(parameter) for _, parameter in self._shards}
+            own = {id(parameter) for _, parameter in (*self._shards, *self._left_whole)}
             found = self._module.named_parameters()
             self._gathered = [(name, p) for name, p in found if id(p) not in own]
         for name, parameter in self._shards:
@@ -100,9 +103,9 @@ class HookCheck:
                         "which each backward would call on one device, and sharded gradients are"
                         " complete once for several; `sync_every_microstep=True` completes each",
                     )
-        for name, parameter in self._gathered:
-            if gradient_hooks_of(parameter)[0]:
-                _refuse_hook(name, "which sees this rank's gradient, before ranks combine theirs")
+        hooked = [name for name, p in self._left_whole if has_gradient_hooks(p)]
+        for name in [*hooked, *(n for n, p in self._gathered if gradient_hooks_of(p)[0])]:
+            _refuse_hook(name, "which sees this rank's gradient, before ranks combine theirs")
 
 
 def _refuse_hook(name: str, reason: str) -> NoReturn:
@@ -129,23 +132,6 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
             "wrap='manual' expects that `configure_model` has called `fully_shard`, and no module"
             " is sharded. Call it there with `mesh=self.trainer.strategy.device_mesh`, or use"
             " wrap='auto'."
-        )
-    check_scalars(module)
-    empty = [n for n, p in module.named_parameters() if p.requires_grad and p.numel() == 0]
-    if empty:
-        raise ValueError(
-            f"The parameters {empty} have no elements, and FSDP cannot reduce their gradients."
-            " Leave them out, or freeze them with `requires_grad_(False)`."
-        )
-
-
-def check_scalars(module: nn.Module) -> None:
-    """Checks that all trainable parameters have a dimension to shard."""
-    scalars = [n for n, p in module.named_parameters() if p.ndim == 0 and p.requires_grad]
-    if scalars:
-        raise ValueError(
-            f"The parameters {scalars} have no dimension to shard. Give them one:"
-            " `torch.zeros(1)` in place of `torch.tensor(0.0)`; or freeze them."
         )
 
 

@@ -21,6 +21,7 @@ from lightning_dist.engine.data_parallel.missing_gradients import check_gradient
 from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
 from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
+from lightning_dist.engine.sharding.fully_shard import is_indivisible
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import (
     add_first_callback,
@@ -207,6 +208,9 @@ class ShardedStrategy(ShardedPlacement):
 
     def _complete_gradients(self) -> None:
         self.sharded.add_gradients()
+        if self.sharded.is_sharded:
+            left_whole = [p for p in self.module.parameters() if is_indivisible(p)]
+            average_gradients(left_whole, self.device_group(*self.gradient_axes))
         if self._averages_gradients and not self.is_local:
             options = self._shard_config.options(param_dtype_of(self.precision_plugin))
             average_gradients(

@@ -42,7 +42,6 @@ from lightning_dist.engine.tensors.patch import user_state_kept
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.lightning_internals import set_device
 from lightning_dist.strategies.base.run_setup import StepContext
-from lightning_dist.strategies.mesh_runtime.checks import check_scalars
 from lightning_dist.strategies.mesh_runtime.layout_line import (
     describe_layout,
     describe_shards,
@@ -166,7 +165,6 @@ class ShardedModule:
         are_trained = bytes(p.requires_grad for p in self.module.parameters())
         if are_trained != self._are_trained:
             self._are_trained = are_trained
-            check_scalars(self.module)  # frozen ones may have been thawed
             for root in self._roots:
                 note_unfrozen(root)
 
