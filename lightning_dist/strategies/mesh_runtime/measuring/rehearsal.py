@@ -50,7 +50,7 @@ from lightning_dist.strategies.mesh_runtime.measuring.updates import dense, opti
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 
-_SECONDS_PER_ROUND = 0.1
+_SECONDS_PER_ROUND = 0.5
 
 
 @dataclass(frozen=True)
