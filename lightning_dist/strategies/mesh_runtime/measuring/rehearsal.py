@@ -141,6 +141,7 @@ class Rehearsal:
 
         def step() -> None:
             loss = _loss_of(module.train(own.training_step, context, *arguments))
+            _forget_gradients(optimizer)
             module.backward(loss, partial(self._differentiate, loss, own), accumulating=False)
             module.add_gradients()
             _update(optimizer)
@@ -155,6 +156,7 @@ class Rehearsal:
         def step_of_replica() -> None:
             with context():
                 loss = _loss_of(ddp(own.training_step, *arguments))
+            _forget_gradients(optimizer)
             self._differentiate(loss, own)
             _update(optimizer)
 
@@ -211,6 +213,7 @@ class Rehearsal:
 
             def step() -> None:
                 pipeline.train_batch(self.batch, train)
+                _forget_gradients(optimizer)
                 pipeline.install_gradients(complete)
                 with pipeline.updating():
                     _update(optimizer)
@@ -229,6 +232,15 @@ def _loss_of(result: Any) -> Tensor:
     return Loss.of(result).value
 
 
+def _forget_gradients(optimizer: Optimizer | None) -> None:
+    """Frees the last step's gradients where Lightning does, behind the next step's forward.
+
+    When memory is freed decides which of it is there again, and which the host has to give anew.
+    """
+    if optimizer is not None:
+        optimizer.zero_grad()
+
+
 def _update(optimizer: Optimizer | None) -> None:
     if optimizer is not None:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -236,4 +248,3 @@ def _update(optimizer: Optimizer | None) -> None:
                 parameter.grad = dense(parameter.grad)
         with split_groups_by_mesh(optimizer):
             optimizer.step()
-        optimizer.zero_grad()
