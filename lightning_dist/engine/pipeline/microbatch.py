@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dist.engine.tensors.remote_tensor import check_known
 from lightning_dist.engine.tensors.samples import Samples, samples_of
 from lightning_dist.engine.tensors.tree import map_leaves
 
@@ -62,7 +63,8 @@ class Loss:
             result: The loss, or a mapping with the loss under ``"loss"``, and maybe ``"weight"``.
 
         Raises:
-            ValueError: There is no loss, or its weight is not a finite number of at least zero.
+            ValueError: There is no loss, it was computed of another rank's values, or its weight
+                is not a finite number of at least zero.
         """
         value = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -72,6 +74,7 @@ class Loss:
                 f" under 'loss', but returned {got}. Skipping a step by returning None is not"
                 " possible in a pipeline: return a loss of zero instead."
             )
+        check_known(value)
         if not isinstance(result, Mapping) or "weight" not in result:
             return cls(value, None)
         weight = weight_of(result)

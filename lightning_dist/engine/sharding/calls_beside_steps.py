@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.engine.sharding.fully_shard import reshard
 
@@ -32,8 +31,9 @@ class CallsBesideSteps:
         self._depth = 0
         self._had_gradients = True
         for called in (module, *module.children()):
-            if _has_own(called):
-                called.register_forward_pre_hook(self._begin)
+            if any(True for _ in called.parameters()):
+                # Ahead of a unit's own hook: FSDP2's root must be the first to be called.
+                called.register_forward_pre_hook(self._begin, prepend=True)
                 called.register_forward_hook(self._end, always_call=True)
 
     def __deepcopy__(self, memo: object) -> CallsBesideSteps:
@@ -67,11 +67,3 @@ class CallsBesideSteps:
         if self._depth == 0:
             reshard(self._root)
             torch.set_grad_enabled(self._had_gradients)
-
-
-def _has_own(module: nn.Module) -> bool:
-    """Returns whether a module has parameters that no unit in it gathers."""
-    if isinstance(module, FSDPModule):
-        return False
-    has_any = any(True for _ in module.parameters(recurse=False))
-    return has_any or any(map(_has_own, module.children()))

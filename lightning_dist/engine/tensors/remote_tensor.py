@@ -3,8 +3,10 @@
 A model's forward does not only compute with a layer's weights: each stage runs a line like
 ``x.to(self.embed.weight.dtype)``, with or without the embedding. Such a line gets the answer that
 the rank with the tensor would give. Each other operation needs the values and raises `ValueError`.
-The exception is ``detach``, for code that only looks, such as a logger that draws histograms of
-weights. It returns NaNs for the unknown values, never a wrong number.
+The exception are ``detach`` and ``data``, for code that only looks, such as a logger that draws
+histograms of weights. They return NaNs for the unknown values, never a wrong number. Writing such a
+NaN into a tensor, computing with it and other tensors, or a loss of it raises `ValueError`: a
+teacher that follows its student by ``teacher.data.add_(student.data)`` would be lost.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _MAKE_ONE_LIKE_IT = {
     *(Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros),
 }
 _ONLY_LOOK = {Tensor.detach, *_getters("data")}
+_READS = ("__index__", "__int__", "__invert__")
 _MAKE_ANOTHER_LIKE_IT = {Tensor.to, Tensor.type_as}
 
 
@@ -63,7 +66,10 @@ class RemoteTensor(Tensor):
             return func(*samples, **kwargs)
         if func in _ONLY_LOOK and args[0].dtype.is_floating_point:
             (seen,) = args
-            return torch.full(seen.shape, torch.nan, dtype=seen.dtype, device=seen.device)
+            nans = torch.full(seen.shape, torch.nan, dtype=seen.dtype, device=seen.device)
+            unknown = nans.as_subclass(UnknownValues)
+            unknown._reason = seen._reason
+            return unknown
         raise _refusal((args, kwargs))
 
     @override
@@ -77,6 +83,51 @@ class RemoteTensor(Tensor):
     @override
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"RemoteTensor({tuple(self.shape)}, {self.dtype}, device={str(self.device)!r})"
+
+
+class UnknownValues(Tensor):
+    """NaNs in place of a remote tensor's values, and what is computed of them."""
+
+    _reason: str
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = flatten((args, kwargs))[0]
+        unknown = next(tensor for tensor in given if isinstance(tensor, UnknownValues))
+        known = [t for t in given if isinstance(t, Tensor) and not isinstance(t, UnknownValues)]
+        is_written = any(not isinstance(t, UnknownValues) for t in _writes_into(func, args))
+        if is_written or any(tensor.numel() > 1 for tensor in known):
+            raise ValueError(unknown._reason)
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        for made in flatten(result)[0]:
+            if isinstance(made, UnknownValues):
+                made._reason = unknown._reason
+        return result
+
+
+def check_known(value: Tensor) -> None:
+    """Checks that a loss was computed of known values.
+
+    Raises:
+        ValueError: It was computed of another rank's.
+    """
+    if isinstance(value, UnknownValues):
+        raise ValueError(value._reason)
+
+
+def _writes_into(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Returns the tensors that a method of tensors, or an operator, writes into."""
+    name = getattr(func, "__name__", "")
+    is_operator = name == "__setitem__" or (name.startswith("__i") and name not in _READS)
+    in_place = name.endswith("_") and not name.endswith("__")
+    return flatten(args[0])[0] if is_operator or in_place else []
 
 
 class AbsentValue(RemoteTensor):

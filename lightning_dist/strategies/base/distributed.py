@@ -145,6 +145,11 @@ class DistributedStrategy(ProcessMesh):
         """Ranks that read batches by themselves: one of each data replica, or all ranks."""
         return self.mesh.data_size if self._read == "first" else self.mesh.world_size
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether this rank is reading a batch for the others of its data replica."""
+        return self._loaders is not None and self._loaders.is_reading
+
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Lets the first rank of each data replica read for the others."""

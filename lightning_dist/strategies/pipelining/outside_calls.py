@@ -31,6 +31,7 @@ class OutsideCalls:
         timeout_seconds: How long ranks wait for each other at most.
         change_step: Wraps the call, as it does each step; None for none.
         finish: Called after it; None for nothing.
+        is_reading: Returns whether a loader is making a batch, for which the other ranks wait.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class OutsideCalls:
         *,
         change_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
         finish: Callable[[], None] | None,
+        is_reading: Callable[[], bool],
     ) -> None:
         self._pipeline = pipeline
         self._change_step, self._finish = change_step, finish
+        self._is_reading = is_reading
         self._group = group
         self._source = source
         self._device = device
@@ -55,9 +58,17 @@ class OutsideCalls:
         """Returns the module's output, without a graph. Collective: every stage must call it.
 
         Raises:
-            ValueError: Batches are in flight, or another stage does not make the call.
+            ValueError: A loader makes the call, batches are in flight, or another stage does not
+                make it.
         """
         pipeline = self._pipeline
+        if self._is_reading():
+            raise ValueError(
+                "A loader calls the model to make its batches, as reinforcement learning does. Its"
+                " layers are on several ranks, of which one reads. Make the samples in a hook that"
+                " all ranks run, such as `on_train_epoch_start`; or pass read='each', if all ranks"
+                " draw the same samples; or use DDPStrategy."
+            )
         if pipeline.asynchronous and pipeline.batches_since_drain:
             raise ValueError(
                 f"The model was called in a hook while schedule={pipeline.shape.schedule!r} has"

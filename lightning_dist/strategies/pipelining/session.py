@@ -193,6 +193,7 @@ def open_session(
             strategy.timeout_seconds,
             change_step=None if wrapped is None else wrapped.change_step,
             finish=None if wrapped is None else wrapped.reshard,
+            is_reading=lambda: strategy.is_reading,
         )
         metrics = StageMetrics(
             module,

@@ -157,10 +157,18 @@ class StepState:
         found = {name: self._tensor(name) for name in names}
         return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
 
+    @torch.no_grad()
     def _written(self) -> dict[str, Any]:
-        """Returns what changes with each write into the tensors outside of the layers."""
-        tensors = {name: self._tensor(name) for name in (*self._buffers, *self._fixed)}
-        return {name: (id(tensor), _mark(tensor)) for name, tensor in tensors.items()}
+        """Returns what changes with each write into the tensors outside of the layers.
+
+        Their sums are in it, for torch does not count what is written into ``tensor.data``.
+        """
+        found = {name: self._tensor(name) for name in (*self._buffers, *self._fixed)}
+        marks = {name: (id(tensor), _mark(tensor)) for name, tensor in found.items()}
+        summed = {n: t for n, t in found.items() if t is not None and not t.is_complex()}
+        sums = [tensor.sum(dtype=torch.float64).cpu() for tensor in summed.values()]
+        bits = torch.stack(sums).view(torch.int64).tolist() if sums else []  # nan is nan
+        return marks | {n: (*marks[n], own) for n, own in zip(summed, bits, strict=True)}
 
     def _tensor(self, name: str) -> Tensor | None:
         path, _, key = name.rpartition(".")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_dist import FSDPStrategy
+from lightning_dist.wrap import ByClass
 from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 
@@ -60,6 +61,19 @@ class Encoding(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class OfUnits(Encoding):
+    """Has no parameters outside of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+        self.encoder = nn.Sequential(*layers)  # type: ignore[assignment]
+
+    def on_fit_start(self) -> None:
+        x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(2, 2, 6)
+        self.seen.append(("on_fit_start", self.encoder(x).detach().clone()))
+
+
 class Calling(L.Callback):
     """Calls the module and its encoder in a hook; calls a metric on one rank only."""
 
@@ -95,5 +109,20 @@ def test_hooks_call_the_model(workers: WorkerPool, hook: str) -> None:
         for (name, value), (other, tensor) in zip(own, seen, strict=True):
             assert name == other
             torch.testing.assert_close(value, tensor, rtol=1e-10, atol=1e-12)
+        for key, tensor in expected.items():
+            torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-12)
+
+
+def fit_units(devices: int) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
+    strategy: Any = FSDPStrategy(ByClass(["Linear"])) if devices > 1 else "auto"
+    module = make_module(OfUnits)
+    make_trainer(devices=devices, strategy=strategy).fit(module, make_loader(24), make_loader(8))
+    return state_of(module), module.seen
+
+
+def test_a_hook_calls_a_model_of_units_before_the_first_step(workers: WorkerPool) -> None:
+    ((expected, ((_, seen),)),) = workers.run(1, fit_units, 1)
+    for state, ((_, own),) in workers.run(2, fit_units, 2):
+        torch.testing.assert_close(own, seen, rtol=1e-10, atol=1e-12)
         for key, tensor in expected.items():
             torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-12)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -10,11 +12,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist import MeshStrategy, PipelineStrategy
 from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
 from lightning_dist.strategies.pipelining import outside_calls
-from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.networks.models import (
+    Classifier,
+    make_data,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
 from tests.helpers.processes.workers import WorkerPool
 
 HOOKS = (
@@ -150,3 +160,53 @@ def test_a_call_on_rank_zero_alone_is_named(workers: WorkerPool) -> None:
     first, _ = workers.run(2, call_on_rank_zero)
     assert "other stages have not called it within 2 s" in first
     assert "rank_zero_only" in first
+
+
+class Player(Called):
+    """Makes its batches with its own model, as reinforcement learning does."""
+
+    def play(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in make_data(24):
+            with torch.no_grad():
+                choice = self.model(x[None]).argmax()
+            yield x, (y + choice) % 3
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Played(self.play), batch_size=8)
+
+
+class Played(IterableDataset[Any]):
+    def __init__(self, play: Callable[[], Iterator[Any]]) -> None:
+        self._play = play
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._play()
+
+
+def play(devices: int, **options: Any) -> dict[str, Tensor]:
+    strategy: Any = PipelineStrategy(**options) if devices > 1 else "auto"
+    module = make_module(Player)
+    make_trainer(devices=devices, strategy=strategy).fit(module, None, make_loader(8))
+    return state_of(module)
+
+
+def refuse_to_play() -> str:
+    with pytest.raises((ValueError, RankFailedError)) as caught:
+        play(2)
+    return str(caught.value)
+
+
+def test_a_loader_that_calls_the_model_is_told_at_once(workers: WorkerPool) -> None:
+    first, second = workers.run(2, refuse_to_play, timeout=30.0)
+    assert "A loader calls the model to make its batches" in first
+    assert "read='each'" in second
+
+
+def test_loaders_of_all_ranks_call_the_model(workers: WorkerPool) -> None:
+    ((expected),) = workers.run(1, play, 1)
+    parts: dict[str, Tensor] = {}
+    for state in workers.run(2, partial(play, read="each"), 2):
+        parts |= state
+    assert parts.keys() == expected.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(parts[key], tensor, rtol=1e-10, atol=1e-12)

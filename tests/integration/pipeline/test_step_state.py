@@ -211,7 +211,9 @@ class Average(nn.Module):
     def update(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             average = getattr(self, name.replace(".", "_"))
-            average.mul_(0.9).add_(parameter, alpha=0.1)
+            # Of what is written into `.data`, torch keeps no count.
+            written = average.data if isinstance(average, nn.Parameter) else average
+            written.mul_(0.9).add_(parameter, alpha=0.1)
 
 
 class Averaging(Classifier):

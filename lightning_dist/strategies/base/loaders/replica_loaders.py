@@ -10,6 +10,7 @@ its own loader, and nothing is sent: only the iterators that Lightning's loops m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,7 +23,11 @@ from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 
 
 class SendingLoader(LoaderProxy):
-    """Reads the user's loader, and sends each batch under the loader's number."""
+    """Reads the user's loader, and sends each batch under the loader's number.
+
+    Attributes:
+        is_reading: Whether the user's loader is making a batch at this moment.
+    """
 
     def __init__(
         self,
@@ -36,6 +41,7 @@ class SendingLoader(LoaderProxy):
         self._channel = channel
         self._lengths = lengths
         self._epoch = 0
+        self.is_reading = False
 
     def __iter__(self) -> Iterator[Any]:
         """Begins an epoch."""
@@ -47,7 +53,14 @@ class SendingLoader(LoaderProxy):
         return self._read(iterator, self._epoch)
 
     def _read(self, iterator: Iterator[Any], epoch: int) -> Iterator[Any]:
-        for position, batch in enumerate(iterator):
+        for position in count():
+            self.is_reading = True
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            finally:
+                self.is_reading = False
             # In prediction: the indices of the samples in the batch.
             seen = getattr(getattr(self._loader, "batch_sampler", None), "seen_batch_indices", None)
             self._send(epoch, Event.BATCH, (batch, None if seen is None else seen[position]))
@@ -130,6 +143,11 @@ class ReplicaLoaders:
         self._receivers[number] = receiving
         self._note_lengths(self.channel.receive(number, 0).content)
         return receiving
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether this rank is reading a batch for the others."""
+        return any(loader.is_reading for loader in self._senders.values())
 
     def _lengths(self) -> dict[int, int | None]:
         """Returns the present lengths: a batch sampler may have another one in each epoch."""

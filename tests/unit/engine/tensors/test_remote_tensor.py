@@ -77,12 +77,65 @@ def test_its_values_are_refused(given: Tensor, use: Callable[[Tensor], Any]) -> 
 @pytest.mark.parametrize("look", [lambda t: t.detach(), lambda t: t.data])
 def test_who_looks_finds_unknown_values(look: Callable[[Tensor], Tensor]) -> None:
     seen = look(GONE)
-    assert (type(seen), seen.shape, seen.dtype) == (Tensor, WEIGHT.shape, WEIGHT.dtype)
+    assert (seen.shape, seen.dtype, seen.device) == (WEIGHT.shape, WEIGHT.dtype, CPU)
     assert seen.isnan().all()
     count = absent(torch.ones(1, dtype=torch.long), torch.long, CPU, "it is on stage 5")
     for given in (count, absent_value("it is on stage 5")):  # no integer is unknown
         with pytest.raises(ValueError, match="it is on stage 5"):
             look(given)
+
+
+def histogram(seen: Tensor) -> list[float]:
+    known = seen.flatten()[~seen.flatten().isnan()]
+    return [*known.float().cpu().histc(3).tolist(), float(seen.detach().clone().numel())]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        histogram,
+        lambda t: float(t.mean().item()),
+        lambda t: t.float().cpu().numpy(),
+        lambda t: t.mul_(2.0).add_(ONES[0, 0].item()),
+        lambda t: torch.stack([t, t]).tolist(),
+        lambda t: t.norm() < 1.0,
+    ],
+)
+def test_a_logger_may_draw_unknown_values(look: Callable[[Tensor], Any]) -> None:
+    assert look(GONE.data) is not None
+
+
+def set_data(known: Tensor, value: Tensor) -> None:
+    known.data = value
+
+
+def set_item(known: Tensor, value: Tensor) -> None:
+    known[:] = value
+
+
+def add_in_place(known: Tensor, value: Tensor) -> None:
+    known += value
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t, u: t.data.mul_(0.9).add_(u, alpha=0.1),
+        lambda t, u: t.data.mul_(0.9).add_(0.1 * u),
+        lambda t, u: t.lerp_(u, 0.1),
+        lambda t, u: t.copy_(u.detach().clone()),
+        lambda t, u: set_data(t, t.data * 0.9 + u * 0.1),
+        set_item,
+        add_in_place,
+        lambda t, u: torch._foreach_add_([t], [u]),
+        lambda t, u: torch.add(t, u, out=t),
+    ],
+)
+def test_unknown_values_are_written_nowhere(write: Callable[[Tensor, Tensor], Any]) -> None:
+    known = torch.ones_like(WEIGHT)
+    with pytest.raises(ValueError, match="it is on stage 5"):
+        write(known, GONE.data)
+    assert not known.isnan().any()
 
 
 @pytest.mark.parametrize("use", [len, lambda t: t.shape, lambda t: t.dtype, ONES.to])
