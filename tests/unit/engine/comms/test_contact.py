@@ -40,8 +40,10 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_port_at_which_nothing_listens_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
-    with pytest.raises(ContactError, match=r"nothing listens at MASTER_ADDR=127.*Has rank 0"):
-        await_port(HERE, free_port(), 0.5)
+    with socket.socket() as held:  # so that no other process listens there
+        held.bind((HERE, 0))
+        with pytest.raises(ContactError, match=r"nothing listens at MASTER_ADDR=127.*Has rank 0"):
+            await_port(HERE, held.getsockname()[1], 0.5)
     assert time.monotonic() > begin + 0.5
     assert capsys.readouterr().err.count("Waiting up to 0.5 s") == 1
 
