@@ -83,8 +83,8 @@ class StopFirstRank(L.Callback):
     def __init__(self) -> None:
         self._batches: int | None = None
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._batches = None
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._batches = None  # before the sanity check, which is a validation, too
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         is_due = trainer.global_step >= STOPPING_STEP
