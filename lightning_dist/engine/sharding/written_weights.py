@@ -126,8 +126,8 @@ class _Unit:
             return
         found = [p for group in self._groups for p in group.fsdp_params]
         copies = [p._unsharded_param for p in found if hasattr(p, "_unsharded_param")]
-        known = [weight.copy for weight in self._weights]
-        if len(known) != len(copies) or any(map(_are_two, known, copies)):
+        pairs = zip(self._weights, copies, strict=False)
+        if len(self._weights) != len(copies) or any(w.copy is not copy for w, copy in pairs):
             self._weights = [_Weight(p) for p in found if hasattr(p, "_unsharded_param")]
         self._versions = [copy._version for copy in copies]
 
@@ -153,10 +153,6 @@ class _Unit:
                 parts.append(part)
         if shards:
             torch._foreach_copy_(shards, parts)
-
-
-def _are_two(one: Tensor, other: Tensor) -> bool:
-    return one is not other
 
 
 def _memory_of(tensor: Tensor) -> int:

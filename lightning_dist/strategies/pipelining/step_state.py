@@ -44,6 +44,7 @@ _ENDS = (
     "on_predict_epoch_end",
 )
 _STEPS_TO_TELL = 8
+_SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MOST_INSIDE = 32  # lists of a few loaders, dicts of a few names; longer ones are of samples
 
 
@@ -165,7 +166,7 @@ class StepState:
         """
         found = {name: self._tensor(name) for name in (*self._buffers, *self._fixed)}
         marks = {name: (id(tensor), _mark(tensor)) for name, tensor in found.items()}
-        summed = {n: t for n, t in found.items() if t is not None and not t.is_complex()}
+        summed = {n: t for n, t in found.items() if t is not None and t.dtype in _SUMMED}
         sums = [tensor.sum(dtype=torch.float64).cpu() for tensor in summed.values()]
         bits = torch.stack(sums).view(torch.int64).tolist() if sums else []  # nan is nan
         return marks | {n: (*marks[n], own) for n, own in zip(summed, bits, strict=True)}
