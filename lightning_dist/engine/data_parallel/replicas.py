@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -87,13 +88,22 @@ def average_used(
 def average(tensors: Sequence[Tensor], group: DeviceGroup, wire: torch.dtype | None = None) -> None:
     """Averages tensors over the replicas in place. Collective: every rank must call it.
 
+    Two buckets are under way at a time: while the host fills or empties one, the other travels.
+    More would only hold more copies.
+
     Args:
-        tensors: Tensors of the same shapes on each rank of the group, sent in buckets.
+        tensors: Tensors of the same shapes on each rank of the group, sent in buckets; of a DTensor
+            this rank's shard.
         group: Group of the replicas.
         wire: What is sent; None sends the tensors' own dtype.
     """
-    for tensor, mean in zip(tensors, PendingAverage(tensors, group, wire).wait(), strict=True):
-        tensor.copy_(mean)
+    under_way: deque[_Bucket] = deque()
+    for bucket in _buckets([local_part(tensor) for tensor in tensors]):
+        if len(under_way) == 2:
+            under_way.popleft().write_means()
+        under_way.append(_Bucket(bucket, group, wire))
+    for sent in under_way:
+        sent.write_means()
 
 
 class PendingAverage:
@@ -110,24 +120,42 @@ class PendingAverage:
     def __init__(
         self, tensors: Sequence[Tensor], group: DeviceGroup, wire: torch.dtype | None = None
     ) -> None:
-        self._size = group.size
         self._tensors = tensors
-        self._buckets: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
-        for bucket in _buckets([local_part(tensor) for tensor in tensors]):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(group.device, wire)
-            work = dist.all_reduce(flat, group=group.group, async_op=True)
-            assert work is not None
-            self._buckets.append((work, flat, bucket))
+        parts = [local_part(tensor) for tensor in tensors]
+        self._sent = [_Bucket(bucket, group, wire) for bucket in _buckets(parts)]
 
     @torch.no_grad()
     def wait(self) -> list[Tensor]:
         """Returns the means, with the shapes, dtypes and devices of the tensors."""
-        means: list[Tensor] = []
-        for work, flat, bucket in self._buckets:
-            work.wait()
-            pieces = (flat / self._size).split([tensor.numel() for tensor in bucket])
-            means += [p.view_as(t).to(t) for t, p in zip(bucket, pieces, strict=True)]
+        means = [
+            mean.to(part)
+            for sent in self._sent
+            for part, mean in zip(sent.parts, sent.wait(), strict=True)
+        ]
         return [_placed(m, t) for m, t in zip(means, self._tensors, strict=True)]
+
+
+class _Bucket:
+    """Some tensors whose sum over the replicas is under way, in one message."""
+
+    def __init__(self, parts: list[Tensor], group: DeviceGroup, wire: torch.dtype | None) -> None:
+        self.parts = parts
+        self._num_replicas = group.size
+        self._sum = torch.cat([part.reshape(-1) for part in parts]).to(group.device, wire)
+        work = dist.all_reduce(self._sum, group=group.group, async_op=True)
+        assert work is not None
+        self._work = work
+
+    def wait(self) -> list[Tensor]:
+        """Returns views of the means, with the shapes of the tensors."""
+        self._work.wait()
+        means = self._sum.div_(self._num_replicas).split([part.numel() for part in self.parts])
+        return [mean.view_as(part) for part, mean in zip(self.parts, means, strict=True)]
+
+    def write_means(self) -> None:
+        """Writes the means into the tensors."""
+        for part, mean in zip(self.parts, self.wait(), strict=True):
+            part.copy_(mean)
 
 
 def _placed(own: Tensor, like: Tensor) -> Tensor:

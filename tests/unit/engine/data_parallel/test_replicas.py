@@ -5,6 +5,10 @@ The device has no values here: reading one fails.
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +50,22 @@ def test_gradients_are_sent_in_the_dtype_that_is_asked_for(sent: list[Tensor]) -
     average_gradients([parameter], DeviceGroup(REPLICAS.group, torch.device("cpu")), torch.bfloat16)
     assert [tensor.dtype for tensor in sent] == [torch.bfloat16]
     assert torch.equal(parameter.grad, torch.full((2,), 1.5))  # nothing comes from the other one
+
+
+def test_two_buckets_at_most_hold_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[weakref.ref[Tensor]] = []
+    num_held: list[int] = []
+
+    def send(tensor: Tensor, **_: object) -> Any:
+        copies.append(weakref.ref(tensor))
+        num_held.append(sum(copy() is not None for copy in copies))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_reduce", send)
+    tensors = [torch.full((25 * 2**18,), 4.0 + index) for index in range(4)]  # a bucket each
+    average(tensors, DeviceGroup(REPLICAS.group, torch.device("cpu")))
+    assert num_held == [1, 2, 2, 2]
+    assert [t.unique().tolist() for t in tensors] == [[2.0], [2.5], [3.0], [3.5]]
 
 
 def test_a_state_in_host_memory_is_sent_from_the_device(sent: list[Tensor]) -> None:
