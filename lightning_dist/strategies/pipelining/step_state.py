@@ -7,7 +7,9 @@ module that are numbers, strings, tensors or containers, and buffers outside of 
 
 What hooks change is each rank's own, but for averages of weights, which a hook writes into buffers
 or frozen parameters: there each stage has a value for its own layers' only. So a tensor outside of
-the layers that one stage alone has written to is that stage's.
+the layers that one stage alone has written to is that stage's. What several have written to must be
+the same: a hook that pairs ``teacher.parameters()`` with a stage's ``parameters()`` by their order
+finds another partner on each.
 
 A step runs once for each micro-batch. So a counter in it, ``self.num += 1``, counts these, and a
 temperature that depends on it falls too fast. To count what a micro-batch has, such as its right
@@ -17,6 +19,7 @@ predictions, is as right as on one device; so a counter is warned of, and left.
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -130,7 +133,11 @@ class StepState:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Takes what one stage alone has written. Collective: all stages of a replica call it."""
+        """Takes what one stage alone has written. Collective: all stages of a replica call it.
+
+        Raises:
+            ValueError: Stages have written other values into a frozen parameter than each other.
+        """
         if not (self._buffers or self._fixed):
             return
         now = self._written()
@@ -138,11 +145,34 @@ class StepState:
         written: list[list[str]] = [[] for _ in range(dist.get_world_size(self._stages))]
         dist.all_gather_object(written, own, group=self._stages)
         writers = Counter(name for names in written for name in names)
+        self._compare(sorted(n for n in self._fixed if writers[n] > 1), written)
         for index, names in enumerate(written):
             alone = [name for name in names if writers[name] == 1]
             if alone:
                 self._take(alone, dist.get_global_rank(self._stages, index))
         self._seen = self._written()
+
+    def _compare(self, names: Sequence[str], written: Sequence[Sequence[str]]) -> None:
+        """Raises `ValueError` where stages have written other values into a parameter."""
+        if not names:
+            return
+        values = self._values(names)
+        own = [float(values[name].sum(dtype=torch.float64)) for name in names]
+        sums = [own for _ in written]
+        dist.all_gather_object(sums, own, group=self._stages)
+        for index, name in enumerate(names):
+            found = {n: s[index] for n, s in enumerate(sums) if name in written[n]}
+            first, *others = found.values()
+            # Machines may round differently.
+            if any(not math.isclose(first, s, rel_tol=1e-6, abs_tol=1e-6) for s in others):
+                raise ValueError(
+                    f"Hooks have written other values into {name!r} on each stage; their sums by"
+                    f" stage are {found}. In a hook, `parameters()` of the model are those of this"
+                    " rank's layers. So do not pair them with another network's by their order,"
+                    " as `zip(teacher.parameters(), model.parameters())` does, but by name:"
+                    " `followers = dict(teacher.named_parameters())`, and"
+                    " `followers[name].lerp_(p, 0.01)` for `name, p in model.named_parameters()`."
+                )
 
     def _take(self, names: Sequence[str], source: int) -> None:
         is_own = dist.get_rank() == source

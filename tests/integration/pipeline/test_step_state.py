@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
@@ -27,7 +28,7 @@ from tests.helpers.networks.models import (
     make_module,
     make_trainer,
 )
-from tests.helpers.processes.workers import WorkerPool
+from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 
 
 class Keeping(Classifier):
@@ -255,6 +256,41 @@ def test_averages_that_hooks_keep_are_whole(
         assert own_seen == pytest.approx(seen, rel=1e-12)
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-14)
+
+
+class Following(Classifier):
+    """Has a teacher that follows after each batch, paired by name or by order."""
+
+    def __init__(self, *, by_name: bool) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Flatten(), *(nn.Linear(12, 12) for _ in range(4)))
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+        self.by_name = by_name
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        followers = dict(self.teacher.named_parameters())
+        pairs = list(zip(followers.values(), self.model.parameters(), strict=False))
+        if self.by_name:
+            pairs = [(followers[name], p) for name, p in self.model.named_parameters()]
+        for follower, parameter in pairs:
+            follower.data.lerp_(parameter.data, 0.1)
+
+
+def follow(devices: int, by_name: bool) -> list[Tensor]:
+    strategy: Any = PipelineStrategy() if devices > 1 else "auto"
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=1)
+    module = make_module(Following, by_name=by_name)
+    trainer.fit(module, make_loader(16), make_loader(8))
+    return [p.clone() for p in module.teacher.parameters()]
+
+
+def test_a_teacher_follows_by_name_and_not_by_order(workers: WorkerPool) -> None:
+    ((*expected,),) = workers.run(1, follow, 1, True)
+    for found in workers.run(2, follow, 2, True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    with pytest.raises(CaseFailedError, match=r"into 'teacher\.1\.bias' on each stage"):
+        workers.run(2, follow, 2, False)
 
 
 class Annealed(Classifier):
