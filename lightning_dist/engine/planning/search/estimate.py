@@ -22,6 +22,7 @@ from lightning_dist.engine.planning.partition import MemoryLimit, partition_laye
 from lightning_dist.engine.planning.search.held import (
     Flights,
     bytes_between_stages,
+    bytes_per_parameter_byte,
     count_flights,
     held_beside,
     memory_of_part,
@@ -163,9 +164,7 @@ class Estimator:
         """
         sums, mesh = self._sums_of(layout), layout.mesh
         parameters = sums.parameter_bytes / mesh.pp
-        held = parameters / mesh.dp_shard * (2.0 + self.costs.states_per_parameter)
-        if mesh.pp > 1 and mesh.dp_shard > 1:
-            held += 2.0 * parameters
+        held = parameters * bytes_per_parameter_byte(self.costs.states_per_parameter, layout)
         return held + sums.kept_bytes / mesh.pp + sums.recomputed_bytes
 
     # --- estimates ---------------------------------------------------------------------------
@@ -221,8 +220,7 @@ class Estimator:
 
     def _fitting_partition(self, layout: Layout) -> tuple[int, ...]:
         layers = self.batch(layout).step.layers
-        states, shards = self.costs.states_per_parameter, layout.mesh.dp_shard
-        per_byte = (2.0 + states) / shards + (2.0 if shards > 1 else 0.0)
+        per_byte = bytes_per_parameter_byte(self.costs.states_per_parameter, layout)
         batch = self.batch(layout)
         needs = [batch.transient_bytes, *(layer.transient_bytes for layer in layers)]
         beside = batch.rest_bytes + max(needs) + 6.0 * max(c.boundary_bytes for c in layers)

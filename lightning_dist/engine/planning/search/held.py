@@ -126,7 +126,7 @@ def memory_of_part(parameters: int, shard_size: int, held: Held) -> RankMemory:
     """Returns the memory of a rank with stages.
 
     Sharded stages hold parameters and accumulated gradients whole from the first micro-batch to the
-    last.
+    last. Shards of the gradients come when activations are gone.
 
     Args:
         parameters: Bytes of the parameters of all its stages.
@@ -137,8 +137,21 @@ def memory_of_part(parameters: int, shard_size: int, held: Held) -> RankMemory:
     if shard_size == 1:
         return held.added_to(pipelined(TrainedPart(parameters, kept), 1))
     share = -(-parameters // shard_size)
-    memory = RankMemory(share, share, 0, kept, unsharded=parameters, buffers=parameters)
+    memory = RankMemory(share, parameters, 0, kept, unsharded=parameters)
     return held.added_to(memory)
+
+
+def bytes_per_parameter_byte(states: float, layout: Layout) -> float:
+    """Returns the least bytes that a rank holds for each byte of its parameters, unsharded.
+
+    Args:
+        states: Bytes of optimizer state for each byte of parameters.
+        layout: The layout.
+    """
+    shards = layout.mesh.dp_shard
+    if layout.mesh.pp > 1 and shards > 1:  # as in memory_of_part
+        return (1.0 + states) / shards + 2.0
+    return (2.0 + states) / shards
 
 
 def count_flights(actions: Sequence[Action]) -> Flights:

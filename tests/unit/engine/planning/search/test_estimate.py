@@ -180,5 +180,5 @@ def test_shared_processors_fill_bubbles() -> None:
 def test_the_fullest_rank_of_sharded_stages() -> None:
     layout = Layout(MeshShape(pp=2, dp_shard=2), 4, num_microbatches=4, partition=(3, 1))
     memory = estimator(4).memory(layout)
-    assert (memory.parameters, memory.gradients, memory.unsharded) == (150, 150, 300)
+    assert (memory.parameters, memory.gradients, memory.unsharded) == (150, 300, 300)
     assert memory.activations == 2 * 30

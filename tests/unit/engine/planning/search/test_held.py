@@ -77,7 +77,8 @@ def test_stages_have_messages() -> None:
     memory = memory_of_part(20, 1, Held(2.0, 50, backward=7, update=60, messages=4))
     assert (memory.buffers, memory.temporary) == (4, 10)
     shards = memory_of_part(20, 2, Held(2.0, 50, messages=4))
-    assert (shards.unsharded, shards.buffers) == (20, 20 + 4)
+    assert (shards.unsharded, shards.buffers) == (20, 4)
+    assert (shards.gradients, shards.parameters) == (20, 10)  # whole ones, until the last of them
 
 
 @pytest.mark.parametrize(
