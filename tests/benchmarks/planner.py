@@ -132,12 +132,16 @@ class Steps(L.Callback):
         self._beginnings.append(time.perf_counter())
 
 
-def fit(name: str, strategy: Any, world: tuple[int, int], count: int) -> float:
+def data_of(name: str, count: int) -> TensorDataset:
+    """Returns the samples for some steps, and a batch more, for a step ends where another begins."""
+    model = MODELS[name]
+    size = model.batch_size * (count + 1)
+    return TensorDataset(model.sample(size), torch.randint(0, model.num_classes, (size,)))
+
+
+def fit(name: str, strategy: Any, world: tuple[int, int], data: TensorDataset) -> float:
     """Trains, and returns the seconds of a step after the warm-up."""
-    model, watch = MODELS[name], Steps()
-    count += 1  # a step ends where another begins
-    size = model.batch_size * count
-    data = TensorDataset(model.sample(size), torch.randint(0, model.num_classes, (size,)))
+    watch = Steps()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world[0],
@@ -147,7 +151,7 @@ def fit(name: str, strategy: Any, world: tuple[int, int], count: int) -> float:
         callbacks=[watch],
         **QUIET_TRAINER,
     )
-    trainer.fit(Classifier(name), DataLoader(data, batch_size=model.batch_size))
+    trainer.fit(Classifier(name), DataLoader(data, batch_size=MODELS[name].batch_size))
     return watch.seconds
 
 
@@ -204,16 +208,17 @@ def run_cell(
     torch.set_num_threads(1)
     rows: dict[str, Row] = {}
     chosen = []
+    data = data_of(name, WARMUP + count)
     for _ in range(rounds):
         auto = AutoStrategy(num_plans=1000, **options)
         before = plain_seconds(name)
-        fit(name, auto, world, WARMUP + 1)
+        fit(name, auto, world, data_of(name, WARMUP + 1))
         assert auto.ranking is not None
         plain = plain_seconds(name)
         reference = (before + plain) / 2
         chosen.append(str(auto.ranking.best.layout))
         for plan in auto.ranking.plans:
-            seconds = fit(name, MeshStrategy.from_plan(plan), world, WARMUP + count)
+            seconds = fit(name, MeshStrategy.from_plan(plan), world, data)
             before, plain = plain, plain_seconds(name)
             drift, expected = (before + plain) / 2 / reference, plan.estimate
             sent = expected.exposed_seconds
@@ -228,7 +233,8 @@ def peak_bytes(name: str, world: tuple[int, int], plan: Plan) -> int:
     """Returns the peak of a run on this rank, which is fresh."""
     quieten()
     torch.set_num_threads(1)
-    return peak_of(lambda: fit(name, MeshStrategy.from_plan(plan), world, WARMUP + 1))
+    data = data_of(name, WARMUP + 1)
+    return peak_of(lambda: fit(name, MeshStrategy.from_plan(plan), world, data))
 
 
 def with_peak(row: Row, name: str, ranks: int) -> Row:

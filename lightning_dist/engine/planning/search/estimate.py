@@ -60,6 +60,7 @@ class _Part:
 
     busy_seconds: float = 0.0
     parameter_bytes: int = 0
+    largest_layer_bytes: int = 0  # of parameters
     num_units: int = 0
     update_seconds: float = 0.0
 
@@ -303,13 +304,14 @@ class Estimator:
         """Returns the part of each rank of a pipeline."""
         cost, layers = self._stage_costs(layout), self.batch(layout).step.layers
         parts = [_Part() for _ in range(layout.mesh.pp)]
-        first = 0
-        for stage, home in enumerate(self._homes(layout)):
-            part, end = parts[home], first + layout.partition[stage]
+        ends = accumulate(layout.partition)
+        for stage, (home, end) in enumerate(zip(self._homes(layout), ends, strict=True)):
+            part, count = parts[home], layout.partition[stage]
+            sizes = [layer.parameter_bytes for layer in layers[end - count : end]]
             part.busy_seconds += cost.forward_seconds[stage] + cost.backward_seconds[stage]
-            part.parameter_bytes += sum(layer.parameter_bytes for layer in layers[first:end])
-            part.num_units += 1 + end - first
-            first = end
+            part.parameter_bytes += sum(sizes)
+            part.largest_layer_bytes = max(part.largest_layer_bytes, *sizes)
+            part.num_units += 1 + count
         for part in parts:
             part.update_seconds = self._update(layout, part.parameter_bytes)
         return parts
@@ -347,13 +349,14 @@ class Estimator:
             held = held_beside(self.costs, layout, sum(sizes), kept[0] + again, needs[0])
             return memory_of_whole(sizes, shard_size, held, num_replicas=mesh.data_size)
         found = []
-        sizes = [part.parameter_bytes for part in self._parts(layout)]
-        for rank, flights in enumerate(self._flights(layout)):
+        of_ranks = zip(self._parts(layout), self._flights(layout), strict=True)
+        for rank, (part, flights) in enumerate(of_ranks):
             most = max(sum(n * kept[s] for s, n in counts) for counts in flights)
             need = max(needs[stage] for counts in flights for stage, _ in counts)
             sent = bytes_between_stages(layout, rank, self._boundary_bytes(layout))
-            held = held_beside(self.costs, layout, sizes[rank], most + again, need, sent)
-            found.append(memory_of_part(sizes[rank], mesh.dp_shard, held))
+            size, unit = part.parameter_bytes, part.largest_layer_bytes
+            held = held_beside(self.costs, layout, size, most + again, need, sent)
+            found.append(memory_of_part(size, mesh, held, largest_unit=unit))
         return max(found, key=lambda memory: memory.peak)
 
     def _recomputed_bytes(self, layout: Layout) -> float:

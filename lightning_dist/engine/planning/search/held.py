@@ -1,8 +1,9 @@
 """The bytes that a rank of a mesh holds, with and without stages.
 
-Three moments are compared. In backwards there are all activations, and what an operation needs. An
-update has temporary tensors. And in its second forward DDP makes its buckets anew, in the order in
-which gradients have come, while the old ones still hold the last gradients.
+Some moments are compared. In backwards there are all activations, and what an operation needs. An
+update has temporary tensors. In its second forward DDP makes its buckets anew, in the order in
+which gradients have come, while the old ones still hold the last gradients. And what averages the
+gradients of stages, when activations are gone, copies them into messages.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.planning.memory import (
     RankMemory,
     TrainedPart,
@@ -18,6 +20,7 @@ from lightning_dist.engine.planning.memory import (
     sharded,
 )
 from lightning_dist.engine.planning.search.layout import Layout
+from lightning_dist.engine.planning.search.messages import BUCKET_BYTES
 from lightning_dist.engine.planning.search.model_costs import ModelCosts
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 
@@ -43,16 +46,17 @@ class Held:
     update: float = 0.0
     messages: float = 0.0
 
-    def added_to(self, memory: RankMemory, *, at_start: int = 0) -> RankMemory:
+    def added_to(self, memory: RankMemory, *, without_activations: int = 0) -> RankMemory:
         """Returns a rank's memory with all of this but the activations, which it has.
 
         Args:
             memory: The memory without it.
-            at_start: Bytes that the start of a forward needs for a moment.
+            without_activations: Bytes beside parameters, gradients and optimizer state at a moment
+                without activations.
         """
         buffers = memory.buffers + round(self.messages)
         later = memory.activations + memory.unsharded + memory.buffers
-        most = max(later + round(self.backward), round(self.update), at_start)
+        most = max(later + round(self.backward), round(self.update), without_activations)
         return replace(
             memory,
             optimizer_state=round(self.states * memory.parameters),
@@ -118,27 +122,33 @@ def memory_of_whole(
     part = TrainedPart(sum(sizes), round(held.activations))
     if shard_size is None:
         new_buckets = part.parameter_bytes if num_replicas > 1 else 0
-        return held.added_to(replicated(part, 1), at_start=new_buckets)
+        return held.added_to(replicated(part, 1), without_activations=new_buckets)
     return held.added_to(sharded(part, shard_size, neighbours, max(sizes)))
 
 
-def memory_of_part(parameters: int, shard_size: int, held: Held) -> RankMemory:
+def memory_of_part(
+    parameters: int, mesh: MeshShape, held: Held, *, largest_unit: int = 0
+) -> RankMemory:
     """Returns the memory of a rank with stages.
 
     Sharded stages hold parameters and accumulated gradients whole from the first micro-batch to the
-    last. Shards of the gradients come when activations are gone.
+    last. Shards of the gradients come when activations are gone: of two units at a time there are
+    copies then. So there are of two buckets where stages have replicas.
 
     Args:
         parameters: Bytes of the parameters of all its stages.
-        shard_size: Number of ranks that share them.
+        mesh: The mesh.
         held: What else it holds.
+        largest_unit: Bytes of the parameters of its largest FSDP unit.
     """
     kept = round(held.activations)
-    if shard_size == 1:
-        return held.added_to(pipelined(TrainedPart(parameters, kept), 1))
-    share = -(-parameters // shard_size)
+    if mesh.dp_shard == 1:
+        copies = min(parameters, 2 * BUCKET_BYTES) if mesh.dp_replicate > 1 else 0
+        memory = pipelined(TrainedPart(parameters, kept), 1)
+        return held.added_to(memory, without_activations=copies)
+    share = -(-parameters // mesh.dp_shard)
     memory = RankMemory(share, parameters, 0, kept, unsharded=parameters)
-    return held.added_to(memory)
+    return held.added_to(memory, without_activations=parameters + 2 * largest_unit)
 
 
 def bytes_per_parameter_byte(states: float, layout: Layout) -> float:

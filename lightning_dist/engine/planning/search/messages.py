@@ -13,7 +13,8 @@ from lightning_dist.engine.planning.traffic import MessageKind
 
 INSIDE = "layers' results"
 """What tensor-parallel ranks wait for."""
-_BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel
+BUCKET_BYTES = 25 * 2**20
+"""Bytes of gradients in a message, of DistributedDataParallel and of stages' replicas."""
 
 
 def along_data(
@@ -32,7 +33,7 @@ def along_data(
     if mesh.data_size == 1:
         return {}
     if mesh.has_whole_layers:
-        count = 1 + num_bytes // _BUCKET_BYTES
+        count = 1 + num_bytes // BUCKET_BYTES
         return {
             "gradients": _rings(
                 machine, mesh, "dp_replicate", MessageKind.ALL_REDUCE, num_bytes, count

@@ -74,11 +74,26 @@ def test_layers_without_parameters_are_no_units() -> None:
 
 
 def test_stages_have_messages() -> None:
-    memory = memory_of_part(20, 1, Held(2.0, 50, backward=7, update=60, messages=4))
+    held = Held(2.0, 50, backward=7, update=60, messages=4)
+    memory = memory_of_part(20, MeshShape(pp=2), held)
     assert (memory.buffers, memory.temporary) == (4, 10)
-    shards = memory_of_part(20, 2, Held(2.0, 50, messages=4))
-    assert (shards.unsharded, shards.buffers) == (20, 4)
-    assert (shards.gradients, shards.parameters) == (20, 10)  # whole ones, until the last of them
+
+
+def test_sharded_stages_hold_whole_gradients() -> None:
+    shards = memory_of_part(20, MeshShape(pp=2, dp_shard=2), Held(2.0, 50, messages=4))
+    assert (shards.parameters, shards.gradients, shards.optimizer_state) == (10, 20, 20)
+    assert (shards.unsharded, shards.buffers, shards.temporary) == (20, 4, 0)
+
+
+@pytest.mark.parametrize(("activations", "temporary"), [(0, 30), (10, 20), (50, 0)])
+def test_gradients_are_copied_when_activations_are_gone(activations: int, temporary: int) -> None:
+    held = Held(2.0, activations)
+    shards = memory_of_part(20, MeshShape(pp=2, dp_shard=2), held, largest_unit=15)
+    assert shards.temporary == temporary
+    replicas = memory_of_part(30, MeshShape(pp=2, dp_replicate=2), held)
+    assert replicas.temporary == temporary
+    large = memory_of_part(2**30, MeshShape(pp=2, dp_replicate=2), held)
+    assert large.temporary == 2 * 25 * 2**20 - activations
 
 
 @pytest.mark.parametrize(

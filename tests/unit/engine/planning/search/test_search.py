@@ -117,9 +117,9 @@ def test_what_loses_and_why() -> None:
 
 
 def test_a_faster_layout_that_does_not_fit_is_shown() -> None:
-    best = search(model(), machine(1e9), Request(global_batch=8)).best
+    best = search(model(), machine(1e9, world_size=2), Request(global_batch=8)).best
     memory = float(best.estimate.memory.peak - 1)
-    found = search(model(), machine(memory), Request(global_batch=8))
+    found = search(model(), machine(memory, world_size=2), Request(global_batch=8))
     assert found.unfitting[0].layout == best.layout
     assert all("does not fit by" in plan.reason for plan in found.unfitting)
     assert "does not fit by" in str(found)
