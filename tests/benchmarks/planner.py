@@ -133,7 +133,7 @@ class Steps(L.Callback):
 
 
 def data_of(name: str, count: int) -> TensorDataset:
-    """Returns the samples for some steps, and a batch more, for a step ends where another begins."""
+    """Returns the samples of some steps and one more, for a step ends where another begins."""
     model = MODELS[name]
     size = model.batch_size * (count + 1)
     return TensorDataset(model.sample(size), torch.randint(0, model.num_classes, (size,)))

@@ -356,7 +356,7 @@ class Estimator:
             sent = bytes_between_stages(layout, rank, self._boundary_bytes(layout))
             size, unit = part.parameter_bytes, part.largest_layer_bytes
             held = held_beside(self.costs, layout, size, most + again, need, sent)
-            found.append(memory_of_part(size, mesh, held, largest_unit=unit))
+            found.append(memory_of_part(size, layout, held, largest_unit=unit))
         return max(found, key=lambda memory: memory.peak)
 
     def _recomputed_bytes(self, layout: Layout) -> float:

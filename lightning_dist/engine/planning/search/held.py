@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.planning.memory import (
     RankMemory,
     TrainedPart,
@@ -127,27 +126,28 @@ def memory_of_whole(
 
 
 def memory_of_part(
-    parameters: int, mesh: MeshShape, held: Held, *, largest_unit: int = 0
+    parameters: int, layout: Layout, held: Held, *, largest_unit: int = 0
 ) -> RankMemory:
     """Returns the memory of a rank with stages.
 
-    Sharded stages hold parameters and accumulated gradients whole from the first micro-batch to the
-    last. Shards of the gradients come when activations are gone: of two units at a time there are
-    copies then. So there are of two buckets where stages have replicas.
+    Sharded stages hold parameters whole from the first micro-batch to the last, and accumulated
+    gradients too; with a single micro-batch, a unit's gradients are sharded at once. Of two units
+    at a time there are copies then. So there are of two buckets where stages have replicas.
 
     Args:
         parameters: Bytes of the parameters of all its stages.
-        mesh: The mesh.
+        layout: The layout.
         held: What else it holds.
         largest_unit: Bytes of the parameters of its largest FSDP unit.
     """
-    kept = round(held.activations)
+    kept, mesh = round(held.activations), layout.mesh
     if mesh.dp_shard == 1:
         copies = min(parameters, 2 * BUCKET_BYTES) if mesh.dp_replicate > 1 else 0
         memory = pipelined(TrainedPart(parameters, kept), 1)
         return held.added_to(memory, without_activations=copies)
     share = -(-parameters // mesh.dp_shard)
-    memory = RankMemory(share, parameters, 0, kept, unsharded=parameters)
+    gradients = share if layout.num_microbatches == 1 else parameters
+    memory = RankMemory(share, gradients, 0, kept, unsharded=parameters)
     return held.added_to(memory, without_activations=parameters + 2 * largest_unit)
 
 
@@ -159,9 +159,10 @@ def bytes_per_parameter_byte(states: float, layout: Layout) -> float:
         layout: The layout.
     """
     shards = layout.mesh.dp_shard
-    if layout.mesh.pp > 1 and shards > 1:  # as in memory_of_part
-        return (1.0 + states) / shards + 2.0
-    return (2.0 + states) / shards
+    least = (2.0 + states) / shards
+    if layout.mesh.pp == 1 or shards == 1:
+        return least
+    return least + 1.0 + (layout.num_microbatches > 1) * (1.0 - 1.0 / shards)
 
 
 def count_flights(actions: Sequence[Action]) -> Flights:

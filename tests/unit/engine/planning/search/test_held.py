@@ -15,6 +15,7 @@ from lightning_dist.engine.planning.layer_costs import (
 from lightning_dist.engine.planning.search.held import (
     Held,
     bytes_between_stages,
+    bytes_per_parameter_byte,
     held_beside,
     memory_of_part,
     memory_of_whole,
@@ -73,26 +74,33 @@ def test_layers_without_parameters_are_no_units() -> None:
     assert memory_of_whole([0, 0], 2, Held(2.0, 5)).unsharded == 0
 
 
+def staged(num_microbatches: int = 4, **sizes: int) -> Layout:
+    return Layout(MeshShape(pp=2, **sizes), 4, num_microbatches=num_microbatches)
+
+
 def test_stages_have_messages() -> None:
     held = Held(2.0, 50, backward=7, update=60, messages=4)
-    memory = memory_of_part(20, MeshShape(pp=2), held)
+    memory = memory_of_part(20, staged(), held)
     assert (memory.buffers, memory.temporary) == (4, 10)
 
 
-def test_sharded_stages_hold_whole_gradients() -> None:
-    shards = memory_of_part(20, MeshShape(pp=2, dp_shard=2), Held(2.0, 50, messages=4))
-    assert (shards.parameters, shards.gradients, shards.optimizer_state) == (10, 20, 20)
-    assert (shards.unsharded, shards.buffers, shards.temporary) == (20, 4, 0)
+@pytest.mark.parametrize(("num_microbatches", "gradients"), [(1, 10), (2, 20)])
+def test_sharded_stages_accumulate_whole_gradients(num_microbatches: int, gradients: int) -> None:
+    layout = staged(num_microbatches, dp_shard=2)
+    shards = memory_of_part(20, layout, Held(2.0, 50, messages=4))
+    assert (shards.parameters, shards.optimizer_state, shards.unsharded) == (10, 20, 20)
+    assert (shards.gradients, shards.buffers, shards.temporary) == (gradients, 4, 0)
+    assert 20 * bytes_per_parameter_byte(2.0, layout) == 10 + 20 + 20 + gradients
 
 
 @pytest.mark.parametrize(("activations", "temporary"), [(0, 30), (10, 20), (50, 0)])
 def test_gradients_are_copied_when_activations_are_gone(activations: int, temporary: int) -> None:
     held = Held(2.0, activations)
-    shards = memory_of_part(20, MeshShape(pp=2, dp_shard=2), held, largest_unit=15)
+    shards = memory_of_part(20, staged(dp_shard=2), held, largest_unit=15)
     assert shards.temporary == temporary
-    replicas = memory_of_part(30, MeshShape(pp=2, dp_replicate=2), held)
+    replicas = memory_of_part(30, staged(dp_replicate=2), held)
     assert replicas.temporary == temporary
-    large = memory_of_part(2**30, MeshShape(pp=2, dp_replicate=2), held)
+    large = memory_of_part(2**30, staged(dp_replicate=2), held)
     assert large.temporary == 2 * 25 * 2**20 - activations
 
 
