@@ -171,21 +171,26 @@ def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
             or any(isinstance(layer, ForeignLayer) for layer in m.children())
         )
     ]
+    ways = _ways_by_lists(module)
     if not holders:
-        lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
-        other_way = f", or name the list of its blocks with `layers=`, one of {lists}"
-        raise ValueError(
+        way = (
             "Build the model as an `nn.Sequential` of layers and assign it to an attribute"
-            f" (`training_step` stays as it is){other_way if lists else ''}. No `nn.Sequential`"
-            " with trainable parameters was found in the module, so there are no layers to put on"
-            " stages."
+            " (`training_step` stays as it is)"
+        )
+        raise ValueError(
+            f"{', or '.join((way, *ways))}. No `nn.Sequential` with trainable parameters was found"
+            " in the module, so there are no layers to put on stages."
         )
     names = outermost([name for name, _ in holders])
     if len(names) > 1:
+        way = (
+            "make one `nn.Sequential` of all layers, like `nn.Sequential(*encoder, *head)`, or name"
+            " the one to cut with `layers=` and freeze the others"
+        )
+        said = ", or ".join((*ways, way))
         raise ValueError(
-            "Make one `nn.Sequential` of all layers, like `nn.Sequential(*encoder, *head)`, or name"
-            " the one to cut with `layers=` and freeze the others. Several hold trainable"
-            f" parameters: {names}."
+            f"{said[0].upper()}{said[1:]}. Several `nn.Sequential`s hold trainable parameters:"
+            f" {names}."
         )
     (name,) = names
     sequence = dict(holders)[name]
@@ -194,6 +199,21 @@ def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
         name, sequence = f"{name}.{children[0][0]}", children[0][1]
         children = list(sequence.named_children())
     return name, sequence
+
+
+def _ways_by_lists(module: nn.Module) -> list[str]:
+    """Returns what to do with a module's lists of blocks, if there are any."""
+    found = {n: m for n, m in module.named_modules() if isinstance(m, nn.ModuleList)}
+    lists = outermost([name for name, m in found.items() if trainable_ids(m)])
+    inside = [name for name in lists if "." in name]
+    if inside:
+        return [f"name the list of its blocks with `layers=`, one of {inside}"]
+    if lists:
+        return [
+            f"put the model into a module of its own, whose forward runs the blocks of {lists[0]!r}"
+            f" in order, and name it with `layers='model.{lists[0]}'`"
+        ]
+    return []
 
 
 def _sequences(module: nn.Module) -> list[str]:

@@ -288,16 +288,18 @@ def _choose_partition(
     titles, uncut = program.titles, program.uncut
     if len(titles) < num_stages:
         found = (
-            f"Use fewer devices, for no more stages than {len(titles)}: layers='trace' finds"
-            f" {len(titles)} layers in {path!r} ({', '.join(titles)}), which are too few for"
-            f" {num_stages} stages"
+            f"layers='trace' finds too few layers in {path!r} for {num_stages} stages"
+            f" ({', '.join(titles)})"
         )
         if uncut:
             because = "; ".join(uncut)
-            raise UncutError(f"{found}, because {because}: what lies between must be on one stage.")
+            raise UncutError(
+                f"{found}, because {because}: what lies between must be on one stage. Use no more"
+                f" stages than {len(titles)}."
+            )
         if path:  # frozen layers beside it may be cut as well
             found += ". layers='trace:' cuts the whole LightningModule, if it has a forward"
-        raise ValueError(f"{found}.")
+        raise ValueError(f"{found}. Use no more stages than {len(titles)}.")
     try:
         return choose_partition(layers, config.partition, num_stages)
     except ValueError as error:

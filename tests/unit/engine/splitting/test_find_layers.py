@@ -56,6 +56,15 @@ class Experts(Chain):
         return total
 
 
+class Gated(Experts):
+    """Has a sequence in each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.gate = nn.Sequential(nn.Linear(2, 2))
+
+
 class With(nn.Module):
     """A LightningModule's attributes."""
 
@@ -101,6 +110,11 @@ def test_auto_takes_the_sequence_before_a_list_of_blocks(
     [
         (With(net=Experts()), r"^Build the model as an `nn.Sequential`.*, one of \['net.blocks'\]"),
         (With(one=Chain(), two=Chain()), r"^Build the model as an `nn.Sequential`"),
+        (Chain(), r", or put the model into a module of its own.*`layers='model.blocks'`"),
+        (
+            With(net=Gated()),
+            r"^Name the list of its blocks with `layers=`, one of \['net.blocks'\]",
+        ),
         (With(encoder=sequence(), decoder=sequence()), r"^Make one `nn.Sequential` of all layers"),
         (With(net=sequence(), head=nn.Linear(2, 2)), r"^Make 'head.weight' part of 'net'"),
         (With(net=Chain(), head=nn.Linear(2, 2)), r"^Build the model as an `nn.Sequential`"),

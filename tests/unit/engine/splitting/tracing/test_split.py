@@ -141,7 +141,11 @@ class Tied(Small):
         (Outside, {"layers": "trace:net"}, "'scale.weight' is outside of the traced module 'net'"),
         (Small, {"layers": "trace:body"}, r"trace:body.*no submodule.*\['frozen', 'net'\]"),
         (NotCalled, {}, "did not call 'net'"),
-        (Tied, {}, r"1 layers in 'net' \(one\).*'one.weight' is used more than once"),
+        (
+            Tied,
+            {},
+            r"too few layers in 'net' for 2 stages \(one\).*'one.weight' is used more than once",
+        ),
         (Small, {"partition": [3, 4]}, r"3 layers.*sum to 7.*begin at \['one', 'two', 'three'\]"),
     ],
 )
