@@ -5,7 +5,7 @@ Each check raises ``ValueError``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -112,29 +112,75 @@ def check_group_values(optimizers: Sequence[Optimizer], group: dist.ProcessGroup
 
     Collective: every rank must call it. An optimizer with one estimate for all parameters computes
     a different estimate from each rank's part of the gradients.
+
+    Args:
+        optimizers: The optimizers of this rank's parameters.
+        group: A gloo group of all ranks.
+
+    Raises:
+        ValueError: A number differs.
+    """
+    kind, index, found = _first_difference(optimizers, group)
+    if not found:
+        return
+    _refuse_other_rates(kind, index, found)
+    values = ", ".join(f"{key!r} ({_by_rank(ranks)})" for key, ranks in found.items())
+    raise ValueError(
+        f"{kind} has other values in parameter group {index} on other ranks: {values}. It makes one"
+        " estimate for all parameters, and each rank has a part of them. Use DDPStrategy, where all"
+        " ranks have all gradients, or an optimizer without such an estimate, AdamW say."
+    )
+
+
+def check_learning_rates(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
+    """Checks that replicas have equal learning rates, or their weights would drift apart.
+
+    Collective: every rank must call it.
+
+    Args:
+        optimizers: The optimizers of this replica.
+        group: A gloo group of the replicas.
+
+    Raises:
+        ValueError: A learning rate differs.
+    """
+    _refuse_other_rates(*_first_difference(optimizers, group))
+
+
+def _refuse_other_rates(kind: str, index: int, found: Mapping[str, Mapping[float, int]]) -> None:
+    if "lr" in found:
+        raise ValueError(
+            f"The learning rate of {kind}'s parameter group {index} differs between ranks:"
+            f" {_by_rank(found['lr'])}. A scheduler that follows a metric, such as"
+            " ReduceLROnPlateau, follows each rank's own: log that metric with `sync_dist=True`."
+        )
+
+
+def _by_rank(ranks: Mapping[float, int]) -> str:
+    return ", ".join(f"{value} on rank {rank}" for value, rank in ranks.items())
+
+
+def _first_difference(
+    optimizers: Sequence[Optimizer], group: dist.ProcessGroup
+) -> tuple[str, int, dict[str, dict[float, int]]]:
+    """Returns an optimizer's name, the index of a parameter group, and what differs in it.
+
+    Of each key it has the values, with a rank that has each.
     """
     found = gather_objects([(type(o).__name__, _numbers(o)) for o in optimizers], group)
-    seen: dict[tuple[int, int, str], dict[float, int]] = {}
+    seen: dict[tuple[int, int], dict[str, dict[float, int]]] = {}
     for rank, of_rank in enumerate(found):
         for position, (_, groups) in enumerate(of_rank):
             for index, numbers in enumerate(groups):
                 for key, value in numbers.items():
-                    ranks = seen.setdefault((position, index, key), {})
+                    ranks = seen.setdefault((position, index), {}).setdefault(key, {})
                     if value == value:  # nan equals nothing
                         ranks.setdefault(value, rank)
-    differing = {place: ranks for place, ranks in seen.items() if len(ranks) > 1}
-    for position, index, _ in differing:
-        values = [
-            f"{key!r} ({', '.join(f'{value} on rank {rank}' for value, rank in ranks.items())})"
-            for (_, group_index, key), ranks in differing.items()
-            if group_index == index
-        ]
-        raise ValueError(
-            f"{found[0][position][0]} has other values in parameter group {index} on other ranks:"
-            f" {', '.join(values)}. It makes one estimate for all parameters, and each rank has a"
-            " part of them. Use DDPStrategy, where all ranks have all gradients, or an optimizer"
-            " without such an estimate, AdamW say."
-        )
+    for (position, index), values in seen.items():
+        differing = {key: ranks for key, ranks in values.items() if len(ranks) > 1}
+        if differing:
+            return found[0][position][0], index, differing
+    return "", 0, {}
 
 
 def _numbers(optimizer: Optimizer) -> list[dict[str, float]]:

@@ -253,7 +253,7 @@ class RunSetup(LayoutFreeCheckpoints):
     def before_validation(self) -> None:
         """Called before each validation inside of ``fit``."""
         self.drain()
-        self._check_group_values()
+        self.check_optimizers_agree()
 
     def end_epoch(self) -> None:
         """Called before the callbacks' ``on_train_epoch_end``."""
@@ -261,9 +261,10 @@ class RunSetup(LayoutFreeCheckpoints):
     def end_training(self) -> None:
         """Called before the callbacks' ``on_train_end``."""
         self.drain()
-        self._check_group_values()
+        self.check_optimizers_agree()
 
-    def _check_group_values(self) -> None:
+    def check_optimizers_agree(self) -> None:
+        """Checks that optimizers do alike on all ranks. Collective: every rank must call it."""
         if self.is_running and not self.has_plain_state:
             check_group_values(self.optimizers, self.world_group)
 

@@ -23,6 +23,7 @@ from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterSteps
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions
+from lightning_dist.strategies.base.model_checks import check_learning_rates
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 
@@ -106,6 +107,12 @@ class LocalReplicas(DataParallelStrategy):
         """Ends all rounds. Collective: every rank must call it."""
         if self._local is not None:
             self._local.average()
+
+    @override
+    def check_optimizers_agree(self) -> None:
+        super().check_optimizers_agree()
+        if self.is_running and self.has_plain_state and not self.replicas_step_alone:
+            check_learning_rates(self.optimizers, self.data_group)
 
     # --- checkpoints -------------------------------------------------------------------------
 

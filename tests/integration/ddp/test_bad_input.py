@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_dist import DDPStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy
 from tests.helpers.networks.models import (
     Classifier,
     make_loader,
@@ -22,7 +22,7 @@ from tests.helpers.networks.models import (
     make_trainer,
     state_of,
 )
-from tests.helpers.processes.workers import WorkerPool
+from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 
 
 class Idle(Classifier):
@@ -258,3 +258,34 @@ def test_optimizers_in_turns(workers: WorkerPool, monkeypatch: pytest.MonkeyPatc
         assert "frozen ['critic.0.weight'" in plain
         assert "find_unused_parameters=True" in plain
         assert "static_graph=True does not go with 2 optimizers" in static
+
+
+class Following(Classifier):
+    """Lowers its learning rate by a value that gets better on the first rank only."""
+
+    def __init__(self, *, sync: bool) -> None:
+        super().__init__()
+        self.sync = sync
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        worse = float(self.current_epoch) * (-1 if self.global_rank == 0 else 1)
+        self.log("score", worse, sync_dist=self.sync)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return [optimizer], [{"scheduler": scheduler, "monitor": "score"}]
+
+
+def follow(strategy: Any, sync: bool) -> float:
+    trainer = make_trainer(devices=2, strategy=strategy, max_epochs=3)
+    trainer.fit(make_module(Following, sync=sync), make_loader(16), make_loader(16))
+    return float(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy(), FSDPStrategy()], ids=["ddp", "fsdp"])
+def test_schedulers_follow_the_same_values(workers: WorkerPool, strategy: Any) -> None:
+    with pytest.raises(CaseFailedError, match=r"differs between ranks: .* with `sync_dist=True`"):
+        workers.run(2, follow, strategy, False)
+    first, second = workers.run(2, follow, strategy, True)
+    assert first == second < 0.1

@@ -154,7 +154,8 @@ def _explain(error: Exception) -> str:
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__:
         advice = (
             "A graph has one way through the forward for all values: choose with `torch.where` (or"
-            " `torch.cond`), or decide in `training_step`. " + _INSTEAD
+            " `torch.cond`), or decide in `training_step`; take numbers from Python, as `range`"
+            " gives them, and not from a tensor by `tolist()` or `item()`. " + _INSTEAD
         )
     place = _place(error.__traceback__)
     return f"torch.export cannot trace the forward{place}. It says: {reason} {advice}"
@@ -182,8 +183,8 @@ def _refuse_fixed_batch(program: ExportedProgram, call: Call) -> None:
         raise ValueError(
             f"The forward takes the batch size for a constant, {call.batch_size} as in the example,"
             f" but micro-batches are of other sizes{_fixed_at(program)}. Take the size from the"
-            " tensor, as in `x.view(x.shape[0], -1)` or `x.flatten(1)`. Of a larger batch the"
-            f" trace says: {errors[0]}"
+            " tensor, as in `x.view(x.shape[0], -1)` or `x.flatten(1)`; `len(x)` gives a constant."
+            f" Of a larger batch the trace says: {errors[0]}"
         )
 
 

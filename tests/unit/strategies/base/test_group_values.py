@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_dist.strategies.base.model_checks import check_dense_gradients, check_group_values
+from lightning_dist.strategies.base.model_checks import (
+    check_dense_gradients,
+    check_group_values,
+    check_learning_rates,
+)
+
+Check = Callable[[list[Optimizer], Any], None]
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +46,19 @@ def test_other_values_are_refused_by_name(gather: list[object]) -> None:
     gather.append([("SGD", [{"lr": 0.1, "d": 2.5}, {}])])
     with pytest.raises(ValueError, match=r"group 0 .*'d' \(2.0 on rank 0, 2.5 on rank 1\)"):
         check_group_values([sgd(d=2.0)], None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("check", [check_group_values, check_learning_rates])
+def test_other_rates_point_at_schedulers(gather: list[object], check: Check) -> None:
+    gather.append([("SGD", [{"lr": 0.01, "d": 2.0}, {}])])
+    message = r"SGD's parameter group 0 differs .* 0.1 on rank 0, 0.01 on rank 1.*`sync_dist=True`"
+    with pytest.raises(ValueError, match=message):
+        check([sgd(d=2.0)], None)
+
+
+def test_replicas_may_round_their_estimates_differently(gather: list[object]) -> None:
+    gather.append([("SGD", [{"lr": 0.1, "d": 2.5}, {}])])
+    check_learning_rates([sgd(d=2.0)], None)  # type: ignore[arg-type]
 
 
 def test_only_what_is_trained_must_have_dense_gradients() -> None:
