@@ -25,6 +25,11 @@ from lightning_dist.engine.stashing.learning_rates import group_values
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 
+_LOG_FOR_ALL = (
+    "A scheduler that follows a metric, such as ReduceLROnPlateau, follows each rank's own: log"
+    " that metric with `sync_dist=True`."
+)
+
 
 def check_callbacks(trainer: pl.Trainer) -> None:
     """Checks that no callback copies the model, or compares all of its parameters."""
@@ -121,15 +126,15 @@ def check_group_values(optimizers: Sequence[Optimizer], group: dist.ProcessGroup
         ValueError: A number differs.
     """
     kind, index, found = _first_difference(optimizers, group)
-    if not found:
-        return
-    _refuse_other_rates(kind, index, found)
-    values = ", ".join(f"{key!r} ({_by_rank(ranks)})" for key, ranks in found.items())
-    raise ValueError(
-        f"{kind} has other values in parameter group {index} on other ranks: {values}. It makes one"
-        " estimate for all parameters, and each rank has a part of them. Use DDPStrategy, where all"
-        " ranks have all gradients, or an optimizer without such an estimate, AdamW say."
-    )
+    if found:
+        values = ", ".join(f"{key!r} ({_by_rank(ranks)})" for key, ranks in found.items())
+        scheduled = f" {_LOG_FOR_ALL} Or is it the optimizer's doing?" if "lr" in found else ""
+        raise ValueError(
+            f"{kind} has other values in parameter group {index} on other ranks: {values}."
+            f"{scheduled} An optimizer that makes one estimate for all parameters has a part of"
+            " them on each rank. Use DDPStrategy, where all ranks have all gradients, or an"
+            " optimizer without such an estimate, AdamW say."
+        )
 
 
 def check_learning_rates(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
@@ -144,15 +149,11 @@ def check_learning_rates(optimizers: Sequence[Optimizer], group: dist.ProcessGro
     Raises:
         ValueError: A learning rate differs.
     """
-    _refuse_other_rates(*_first_difference(optimizers, group))
-
-
-def _refuse_other_rates(kind: str, index: int, found: Mapping[str, Mapping[float, int]]) -> None:
+    kind, index, found = _first_difference(optimizers, group)
     if "lr" in found:
         raise ValueError(
             f"The learning rate of {kind}'s parameter group {index} differs between ranks:"
-            f" {_by_rank(found['lr'])}. A scheduler that follows a metric, such as"
-            " ReduceLROnPlateau, follows each rank's own: log that metric with `sync_dist=True`."
+            f" {_by_rank(found['lr'])}. {_LOG_FOR_ALL}"
         )
 
 
