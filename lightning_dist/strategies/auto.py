@@ -217,7 +217,7 @@ class AutoStrategy(MeshStrategy):
             except ValueError:  # alike on all ranks, as each says it
                 ratios[mesh] = None
             else:
-                ratios[mesh] = taken / plan.estimate.step_seconds
+                ratios[mesh] = taken / plan.estimate.seconds_with_batch
         return ratios
 
     def _costs(self, batch: Any, machine: Machine) -> ModelCosts:
@@ -243,7 +243,8 @@ class AutoStrategy(MeshStrategy):
             costs = measurement.costs(self.module, batch)
         self.precision_plugin.teardown()
         self.module.to("cpu")
-        return averaged([each for each in gather_objects(costs, self.world_group) if each])
+        mean = averaged([each for each in gather_objects(costs, self.world_group) if each])
+        return mean if self._read == "first" else replace(mean, sample_bytes=0.0)
 
     def _machine(self) -> Machine:
         """Returns the machine of this run. Collective: every rank must call it."""

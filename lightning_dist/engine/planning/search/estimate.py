@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from lightning_dist.engine.planning.layer_costs import activations_of, transients_of
+from lightning_dist.engine.planning.layer_costs import activations_of
 from lightning_dist.engine.planning.memory import RankMemory
 from lightning_dist.engine.planning.partition import MemoryLimit, partition_layers
 from lightning_dist.engine.planning.search.held import (
@@ -28,9 +28,9 @@ from lightning_dist.engine.planning.search.held import (
     memory_of_part,
     memory_of_whole,
 )
-from lightning_dist.engine.planning.search.layout import Estimate, Layout, Wait
+from lightning_dist.engine.planning.search.layout import INSIDE, Estimate, Layout, Wait
 from lightning_dist.engine.planning.search.machine import Machine
-from lightning_dist.engine.planning.search.messages import INSIDE, along_data, inside_layers
+from lightning_dist.engine.planning.search.messages import along_data, batch_to_ranks, inside_layers
 from lightning_dist.engine.planning.search.model_costs import MeasuredBatch, ModelCosts
 from lightning_dist.engine.planning.traffic import MessageKind
 from lightning_dist.engine.schedules.actions import ActionKind
@@ -246,6 +246,7 @@ class Estimator:
         num_units = 1 + sum(layer.parameter_bytes > 0 for layer in step.layers)
         waits = along_data(self.machine, layout, parameters, num_units, num_gathers=2)
         waits |= self._inside_layers(layout)
+        waits |= batch_to_ranks(machine, layout, self.costs.sample_bytes)
         hidden = machine.overlap * work * (num_units - 1) / num_units
         for name in ("gradients", "parameters"):
             if name in waits:  # the last unit's gradients and the first's parameters stay exposed
@@ -330,20 +331,16 @@ class Estimator:
     def _along_stages(self, layout: Layout, parts: Sequence[_Part]) -> dict[str, Wait]:
         largest = max(part.parameter_bytes for part in parts)
         units = max(part.num_units for part in parts)
-        return along_data(self.machine, layout, largest, units, num_gathers=1)
+        read = batch_to_ranks(self.machine, layout, self.costs.sample_bytes)
+        return read | along_data(self.machine, layout, largest, units, num_gathers=1)
 
     def memory(self, layout: Layout) -> RankMemory:
         """Returns the memory of the fullest rank, of a layout with a partition."""
         batch = self.batch(layout)
-        mesh, layers, again = layout.mesh, batch.step.layers, self._sums_of(layout).recomputed_bytes
-        ends = list(accumulate(layout.partition))
-        stages = [layers[end - n : end] for end, n in zip(ends, layout.partition, strict=True)]
-        kept = [activations_of(stage) for stage in stages]
-        needs = [transients_of(stage) for stage in stages[:-1]]
-        needs.append(max(batch.transient_bytes, transients_of(stages[-1], batch.rest_bytes)))
-        kept[-1] += batch.rest_bytes
+        mesh, again = layout.mesh, self._sums_of(layout).recomputed_bytes
+        kept, needs = batch.held_by_stages(layout.partition)
         if mesh.pp == 1:
-            sizes = [layer.parameter_bytes for layer in layers]
+            sizes = [layer.parameter_bytes for layer in batch.step.layers]
             is_plain = mesh.has_whole_model or mesh.data_size == 1
             shard_size = None if is_plain else mesh.dp_shard
             held = held_beside(self.costs, layout, sum(sizes), kept[0] + again, needs[0])

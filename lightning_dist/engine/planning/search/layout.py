@@ -57,6 +57,12 @@ class Layout:
         return " ".join([*(sizes or ["one rank"]), *(["recompute"] if self.recomputes else [])])
 
 
+INSIDE = "layers' results"
+"""What tensor-parallel ranks wait for."""
+BATCHES = "batches"
+"""What the other ranks of a replica wait for until its reader's batch comes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Communication that no rank computes beside.
@@ -96,8 +102,16 @@ class Estimate:
         """Time of a step."""
         return self.compute_seconds + self.bubble_seconds + self.exposed_seconds
 
+    @property
+    def seconds_with_batch(self) -> float:
+        """Time of a step whose batch is there."""
+        return self.step_seconds - self.waits.get(BATCHES, Wait(0.0, 0.0)).seconds
+
     def times(self, factor: float) -> Estimate:
-        """Returns the estimate of a step that takes so many times as long."""
-        waits = {n: replace(w, seconds=factor * w.seconds) for n, w in self.waits.items()}
+        """Returns the estimate of a step that takes so many times as long with its batch there."""
+        waits = {
+            name: wait if name == BATCHES else replace(wait, seconds=factor * wait.seconds)
+            for name, wait in self.waits.items()
+        }
         seconds = (factor * self.compute_seconds, factor * self.bubble_seconds)
         return Estimate(*seconds, waits, self.memory)

@@ -1,4 +1,4 @@
-"""The messages of a step along the data axes and inside of layers, by rings."""
+"""The messages of a step: along the data axes and inside of layers, by rings, and the batch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from dataclasses import replace
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.planning.collectives import ring
-from lightning_dist.engine.planning.search.layout import Layout, Wait
+from lightning_dist.engine.planning.search.layout import BATCHES, INSIDE, Layout, Wait
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import TensorCosts
 from lightning_dist.engine.planning.traffic import MessageKind
 
-INSIDE = "layers' results"
-"""What tensor-parallel ranks wait for."""
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients in a message, of DistributedDataParallel and of stages' replicas."""
 
@@ -61,6 +59,25 @@ def inside_layers(machine: Machine, layout: Layout, found: TensorCosts) -> dict[
     sent = _rings(machine, layout.mesh, "tp", MessageKind.ALL_REDUCE, *units)
     host = found.num_layers * machine.tensor_seconds
     return {INSIDE: replace(sent, seconds=sent.seconds + host)}
+
+
+def batch_to_ranks(machine: Machine, layout: Layout, sample_bytes: float) -> dict[str, Wait]:
+    """Returns the wait for a batch that one rank of a replica reads.
+
+    It goes from each of the replica's ranks to the next.
+
+    Args:
+        machine: The machine.
+        layout: The layout.
+        sample_bytes: Bytes of a sample.
+    """
+    mesh = layout.mesh
+    num_hops = mesh.pp * mesh.tp - 1
+    if not num_hops or not sample_bytes:
+        return {}
+    num_bytes = layout.batch_size * sample_bytes
+    link = machine.link(mesh, "pp" if mesh.pp > 1 else "tp", MessageKind.SEND)
+    return {BATCHES: Wait(num_bytes, num_hops * link.seconds(num_bytes))}
 
 
 def _rings(

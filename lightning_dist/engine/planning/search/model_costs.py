@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from statistics import fmean
 from typing import Any, TypeVar
 
-from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
+from lightning_dist.engine.planning.layer_costs import (
+    LayerCosts,
+    StepCosts,
+    activations_of,
+    transients_of,
+)
 
 _Costs = TypeVar("_Costs", LayerCosts, StepCosts)
 
@@ -32,6 +38,21 @@ class MeasuredBatch:
     step: StepCosts
     rest_bytes: int = 0
     transient_bytes: int = 0
+
+    def held_by_stages(self, partition: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Returns the bytes that each stage keeps, and those that its backward needs for a moment.
+
+        Args:
+            partition: Number of layers of each stage.
+        """
+        ends = list(accumulate(partition))
+        layers = self.step.layers
+        stages = [layers[end - n : end] for end, n in zip(ends, partition, strict=True)]
+        kept = [float(activations_of(stage)) for stage in stages]
+        kept[-1] += self.rest_bytes
+        needs = [float(transients_of(stage)) for stage in stages[:-1]]
+        last = transients_of(stages[-1], self.rest_bytes)
+        return kept, [*needs, max(self.transient_bytes, last)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +99,7 @@ class ModelCosts:
         update_bytes: Bytes that an update of all parameters needs for a moment.
         updates_together: Whether these grow with the number of parameters (``foreach``); else they
             are of the largest one.
+        sample_bytes: Bytes of a sample that one rank of a replica reads and sends to the others.
 
     Raises:
         ValueError: There is no size, or sizes are of different layers.
@@ -95,6 +117,7 @@ class ModelCosts:
     adding_seconds: float = 0.0
     update_bytes: float = 0.0
     updates_together: bool = False
+    sample_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         """Checks the sizes."""

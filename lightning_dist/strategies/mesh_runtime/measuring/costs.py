@@ -45,6 +45,7 @@ from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from lightning_dist.engine.tensors.observers import OperationWatch
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.samples import batch_size_of
+from lightning_dist.engine.tensors.tree import flatten
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
 from lightning_dist.strategies.mesh_runtime.measuring.moments import Moments, measure_moments
 from lightning_dist.strategies.mesh_runtime.measuring.updates import TimedUpdate, seconds_of
@@ -124,6 +125,7 @@ class Measurement:
             adding_seconds=adding,
             update_bytes=moments.update_bytes,
             updates_together=self.device.type != "cpu",
+            sample_bytes=sum(t.nbytes for t in flatten(batch)[0]) / num_samples,
         )
         return (
             costs

@@ -170,6 +170,25 @@ def test_tensor_parallel_ranks_wait_inside_of_layers() -> None:
     assert slower.exposed_seconds == pytest.approx(found.exposed_seconds + 8 * 0.5)
 
 
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"tp": 2}, {"pp": 2, "tp": 2}])
+def test_a_batch_goes_from_rank_to_rank(sizes: dict[str, int]) -> None:
+    shape = MeshShape(dp_replicate=2, **sizes)
+    stages = shape.pp
+    layout = Layout(shape, 4, num_microbatches=stages, partition=(4 // stages,) * stages)
+    where, costs = estimator(shape.world_size).machine, model(tensor=True)
+    found = Estimator(replace(costs, sample_bytes=30.0), where).estimate(layout)
+    alone = Estimator(costs, where).estimate(layout)
+    hops = shape.pp * shape.tp - 1
+    wait = hops * (0.5 + 4 * 30.0 / 10.0)
+    assert found.waits["batches"].num_bytes == 4 * 30.0
+    assert found.step_seconds == pytest.approx(alone.step_seconds + wait)
+    assert found.seconds_with_batch == pytest.approx(alone.step_seconds)
+    whole = Layout(MeshShape(dp_replicate=shape.world_size), 4, partition=(4,))
+    assert (
+        "batches" not in Estimator(replace(costs, sample_bytes=30.0), where).estimate(whole).waits
+    )
+
+
 def test_shared_processors_fill_bubbles() -> None:
     layout = Layout(MeshShape(pp=2), 2, num_microbatches=2, partition=(2, 2))
     found = Estimator(model(), Machine(2, 1e9, processors=1)).estimate(layout)

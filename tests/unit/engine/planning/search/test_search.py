@@ -9,7 +9,7 @@ import pytest
 
 from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.search.estimate import Estimator
-from lightning_dist.engine.planning.search.layout import Layout
+from lightning_dist.engine.planning.search.layout import BATCHES, Layout
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import ModelCosts
 from lightning_dist.engine.planning.search.plan import Plan, Price
@@ -30,8 +30,9 @@ def machine(memory: float, world_size: int = 8, **others: float) -> Machine:
 
 
 def drawn(seed: int) -> ModelCosts:
-    """Layers of drawn times, whose ranks wait for each other and add gradients up."""
-    return replace(model(6, seed, tensor=True), adding_seconds=0.01, waiting=1.1)
+    """Layers of drawn times, whose ranks wait for each other and the batch, and add gradients."""
+    costs = model(6, seed, tensor=True)
+    return replace(costs, adding_seconds=0.01, waiting=1.1, sample_bytes=5e3)
 
 
 def by_brute_force(seed: int, where: Machine, request: Request) -> list[tuple[float, Layout]]:
@@ -67,23 +68,25 @@ def test_steps_that_were_tried_correct_all_plans_of_their_mesh() -> None:
     meshes = dict.fromkeys(plan.layout.mesh for plan in found.plans)
     slow, refused, *rest = meshes
     assert rest
-    tried = corrected(found, {slow: 3.0, refused: None, rest[0]: 2.0}, where)
+    ranking = corrected(found, {slow: 3.0, refused: None, rest[0]: 2.0}, where)
     before = {plan.layout: plan.estimate for plan in found.plans}
-    assert len(tried.plans) == sum(layout.mesh != refused for layout in before)
-    for plan in tried.plans:
+    assert len(ranking.plans) == sum(layout.mesh != refused for layout in before)
+    for plan in ranking.plans:
         mesh, expected = plan.layout.mesh, before[plan.layout]
         factor = {slow: 3.0, rest[0]: 2.0}.get(mesh, 2.5)  # the median
-        assert plan.estimate.step_seconds == pytest.approx(factor * expected.step_seconds)
+        tried = plan.estimate.seconds_with_batch
+        assert tried == pytest.approx(factor * expected.seconds_with_batch)
+        assert plan.estimate.waits.get(BATCHES) == expected.waits.get(BATCHES)
         assert plan.estimate.memory == expected.memory
         own, theirs = plan.estimate.waits, expected.waits
         assert {n: w.num_bytes for n, w in own.items()} == {
             n: w.num_bytes for n, w in theirs.items()
         }
-    times = [plan.seconds_per_sample for plan in tried.plans]
+    times = [plan.seconds_per_sample for plan in ranking.plans]
     assert times == sorted(times)
-    assert [bool(plan.reason) for plan in tried.plans] == [False] + [True] * (len(times) - 1)
-    assert tried.rehearsed == (slow, rest[0])
-    assert "with steps tried on 2 meshes" in tried.table().title
+    assert [bool(plan.reason) for plan in ranking.plans] == [False] + [True] * (len(times) - 1)
+    assert ranking.rehearsed == (slow, rest[0])
+    assert "with steps tried on 2 meshes" in ranking.table().title
     with pytest.raises(ValueError, match="goes on none of"):
         corrected(found, dict.fromkeys(meshes), where)
 

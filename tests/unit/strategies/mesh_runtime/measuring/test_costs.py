@@ -54,6 +54,7 @@ def test_bytes_are_those_of_a_real_step() -> None:
     module = GPT(width=32, depth=2, num_heads=2)
     costs = Measurement().costs(module, (TOKENS, TOKENS))
     assert 0.0 < costs.adding_seconds < 1e-6
+    assert costs.sample_bytes == 2 * 16 * 8  # tokens and targets
     real = costs.batches[-1]
     counted = META.costs(
         skeleton_of(module), map_tensors(lambda t: t.to("meta"), (TOKENS, TOKENS))
