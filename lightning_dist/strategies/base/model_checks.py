@@ -128,7 +128,7 @@ def check_group_values(optimizers: Sequence[Optimizer], group: dist.ProcessGroup
     kind, index, found = _first_difference(optimizers, group)
     if found:
         values = ", ".join(f"{key!r} ({_by_rank(ranks)})" for key, ranks in found.items())
-        scheduled = f" {_LOG_FOR_ALL} Or is it the optimizer's doing?" if "lr" in found else ""
+        scheduled = f" {_LOG_FOR_ALL} Otherwise the optimizer has set it." if "lr" in found else ""
         raise ValueError(
             f"{kind} has other values in parameter group {index} on other ranks: {values}."
             f"{scheduled} An optimizer that makes one estimate for all parameters has a part of"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,11 @@ class Move(L.Callback):
         assert done.moves
         now = dict(pl_module.named_parameters())
         stay = {name.rpartition(".")[0] for name in (*now, *dict(pl_module.named_buffers()))}
+        deadline = time.monotonic() + 2.0  # a thread may still be at its last message
         for name, reference in watched:
             is_here = any(name.startswith(f"{owner}.") for owner in stay)
+            while not is_here and reference() is not None and time.monotonic() < deadline:
+                time.sleep(0.01)
             assert (reference() is not None) == is_here, name
             self.gone += [] if is_here else [name]
         gc.enable()
