@@ -53,7 +53,7 @@ class Move(L.Callback):
         assert done.moves
         now = dict(pl_module.named_parameters())
         stay = {name.rpartition(".")[0] for name in (*now, *dict(pl_module.named_buffers()))}
-        deadline = time.monotonic() + 2.0  # a thread may still be at its last message
+        deadline = time.monotonic() + 2.0  # the heartbeat may be looking at this thread's frames
         for name, reference in watched:
             is_here = any(name.startswith(f"{owner}.") for owner in stay)
             while not is_here and reference() is not None and time.monotonic() < deadline:
