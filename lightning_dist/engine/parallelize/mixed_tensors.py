@@ -96,7 +96,7 @@ def _parts(optimizer: Optimizer, group: _Group) -> list[_Group]:
     ]
 
 
-_MIXED = "got mixed torch.Tensor and DTensor"
+_ON_A_PART = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
 _FREED = "out of bounds for storage of size 0"
 
 
@@ -116,7 +116,7 @@ def explain_shard_errors() -> Iterator[None]:
                 " gathered for one backward only: use DDPStrategy."
                 f" ({str(error).splitlines()[0]})"
             ) from error
-        if _MIXED not in str(error):
+        if not any(text in str(error) for text in _ON_A_PART):
             raise
         raise ValueError(
             "A step has computed with a parameter of which each rank has a part only. Parameters"

@@ -12,7 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 from torch.optim import ASGD, SGD, AdamW, Optimizer
 
-from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
+from lightning_dist.engine.parallelize.mixed_tensors import (
+    explain_shard_errors,
+    split_groups_by_mesh,
+)
 from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 from tests.differential.dials.optimizers import CountingTensor, OneEstimate
@@ -162,3 +165,19 @@ def test_another_optimizer_has_its_group_whole(mesh: DeviceMesh, make: Any) -> N
     for key in ("lr", "d", "step"):
         if key in own:
             assert own[key] == pytest.approx(plain.param_groups[0][key])
+
+
+ON_A_PART: dict[str, Callable[[Tensor], Tensor]] = {
+    "beside a plain tensor": lambda part: part + torch.ones(4, 4),
+    "in an operation that knows no shards": lambda part: torch._is_any_true(part > 0),
+}
+
+
+@pytest.mark.parametrize("operation", ON_A_PART)
+def test_an_operation_on_a_part_of_a_parameter_is_explained(
+    mesh: DeviceMesh, operation: str
+) -> None:
+    part = sharded(values(0)[0], (mesh["dp_shard"], [Shard(0)]))
+    with pytest.raises(ValueError, match="of which each rank has a part only"):
+        with explain_shard_errors():
+            ON_A_PART[operation](part)
