@@ -39,7 +39,8 @@ class PartWarning:
             " its shards. A file of it has no whole model, nor has an average that is kept of it"
             " (use ShardedWeightAveraging). Instead, on all ranks:"
             " trainer.save_checkpoint('some.ckpt'), with the strategy's save_full=True if it is to"
-            " be one file, or `python -m lightning_dist merge some.ckpt whole.ckpt` afterwards.",
+            " be one file, or `python -m lightning_dist merge some.ckpt whole.ckpt` afterwards."
+            " `python -m lightning_dist export` makes a folder for `from_pretrained` of either.",
             stacklevel=_LEVEL_OF_CALLER,
         )
 
