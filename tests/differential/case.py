@@ -36,6 +36,7 @@ class Case:
         logs: Keys of ``dials.module.LOGS``.
         parameter_hooks: Keys of ``dials.models.PARAMETER_HOOKS``.
         layer_hooks: Keys of ``dials.layer_hooks.LAYER_HOOKS``.
+        keeps: Keys of ``dials.module.KEEPS``.
         loss_depends_on: What ``training_step`` multiplies its loss by a function of.
         returns: What ``training_step`` returns; with a weight its loss is a weighted mean.
         stepping: Who steps optimizers: Lightning, an ``optimizer_step`` that warms the rate up, or
@@ -81,6 +82,7 @@ class Case:
     logs: tuple[str, ...] = ()
     parameter_hooks: tuple[str, ...] = ()
     layer_hooks: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
     loss_depends_on: Literal["global_step", "epoch", "batch_idx"] | None = None
     returns: Literal["loss", "dict", "weight"] = "loss"
     stepping: Literal["automatic", "own_step", "manual", "two_manual"] = "automatic"

@@ -32,7 +32,8 @@ def staleness_of(case: Case, versions: str) -> Callable[[str], int]:
     last = STRATEGIES[case.strategy].stages - 1
     if versions != "stash":
         return lambda name: 1 if versions == "2bw" else last
-    num_layers = len(MODELS[case.model][0]())
+    with torch.random.fork_rng():  # a trainer made anew draws none of the run's numbers
+        num_layers = len(MODELS[case.model][0]())
     counts = uniform_partition(num_layers, last + 1)
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     return lambda name: last - stages[int(name.split(".")[1])]

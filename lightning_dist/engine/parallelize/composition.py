@@ -309,10 +309,13 @@ def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | 
     if asked.is_manual:
         policy = WithCalled(policy)
     units = BesideKept(policy, asked.half, is_possible).select(module)
-    outside = [u.name for u in units if split is not None and not split.is_in_a_layer(u.name)]
-    if split is not None and outside:
+    if split is None:
+        return units
+    units = [unit for unit in units if not split.is_beside(unit.name)]  # others stay whole
+    divided = [unit.name for unit in units if not split.is_in_a_layer(unit.name)]
+    if divided:
         raise ValueError(
-            f"wrap={policy} selects {outside}, which are no part of one layer of the pipelined"
+            f"wrap={policy} selects {divided}, which are no part of one layer of the pipelined"
             f" module {split.path!r} and would be on several stages. Choose modules inside of its"
             " layers, or the layers themselves."
         )

@@ -90,6 +90,11 @@ class PipelineSplit:
         """Returns whether a module of the whole model is in a layer of the pipelined module."""
         return self._layer_of(name) is not None
 
+    def is_beside(self, name: str) -> bool:
+        """Returns whether a module of the whole model is no part of the pipelined one, nor holds it."""
+        pipelined = f"{self.path}." if self.path else ""
+        return not (f"{name}.".startswith(pipelined) or pipelined.startswith(f"{name}."))
+
     def _layer_of(self, name: str) -> int | None:
         for part in self.layers.parts():
             prefix = "".join(f"{step}." for step in (self.path, part.name) if step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,8 @@ OF_OUTPUTS = ("epoch_end",)
 """Logs of what ``on_train_batch_end`` gets, which asynchronous stages know some batches later."""
 OF_PIECES = ("size_one",)
 """Logs whose size is that of a sample: where each micro-batch has one, it may be their number."""
+KEEPS = ("samples", "losses", "buffer", "teacher")
+"""What steps and hooks keep in the module: numbers, tensors in a list, a buffer, other weights."""
 OF_STAGES = ("norms", "by_parameter")
 """Logs of what each stage has a part of."""
 LOGS = (
@@ -83,7 +86,15 @@ class Task(L.LightningModule):
         self.outputs: list[float] = []
         self.blocks: list[int] = []
         self.val_logits: list[Tensor] = []
-        self.has_replicas = STRATEGIES[case.strategy].replicas > 1
+        self.samples = 0
+        self.losses: list[Tensor] = []
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.num_replicas = STRATEGIES[case.strategy].replicas
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether others train on other samples."""
+        return self.num_replicas > 1
 
     def _build(self) -> None:
         self.model = MODELS[self.case.model][0]()
@@ -91,6 +102,8 @@ class Task(L.LightningModule):
             setattr(parameter, NOT_DECAYED, parameter.ndim <= 1)
         for name in self.case.parameter_hooks:
             PARAMETER_HOOKS[name](self.model)
+        if "teacher" in self.case.keeps:
+            self.teacher = copy.deepcopy(self.model).requires_grad_(False)
         for name in self.case.layer_hooks:
             LAYER_HOOKS[name](self.model)
 
@@ -98,7 +111,7 @@ class Task(L.LightningModule):
         if self.model is None:
             self._build()
             if self.case.precision == "double":
-                self.model.double()
+                self.double()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.case.saves_part:
@@ -131,6 +144,7 @@ class Task(L.LightningModule):
             return {"loss": loss, "weight": self.class_weights[y].sum()}
         loss = self.loss_of(self.model, output, y) * self._factor(batch_idx)
         self._log_step(loss, logits_of(output), y)
+        self._keep(loss.detach().double() * len(y), len(y))
         if self.case.is_manual:
             self._step_by_hand(loss, batch_idx)
         if self.case.returns == "dict":
@@ -189,10 +203,32 @@ class Task(L.LightningModule):
         if self._logs("callable"):
             self._log("highest", mean, reduce_fx=torch.max, **each)
 
+    def _keep(self, loss: Tensor, num_samples: int) -> None:
+        if "samples" in self.case.keeps:
+            self.samples += num_samples
+        if "losses" in self.case.keeps:
+            self.losses.append(loss)
+        if "buffer" in self.case.keeps:
+            self.total += loss
+
+    def _log_kept(self) -> None:
+        kept: dict[str, Any] = {}
+        if "samples" in self.case.keeps:
+            kept["samples"] = float(self.samples)
+        if "losses" in self.case.keeps and self.losses:
+            kept["losses"] = torch.stack(self.losses).sum()
+        if "buffer" in self.case.keeps:
+            kept["total"] = self.total.clone()
+        for name, value in kept.items():  # a mean over all ranks, also of stages, which have one
+            self._log(f"kept/{name}", value * (self.num_replicas if self.trainer.world_size > 1 else 1))
+        self.losses.clear()
+
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         x, y = inputs_and_targets(batch)
         output = self.model(x)
         self._log("val_loss", self.loss_of(self.model, output, y))
+        if "teacher" in self.case.keeps:
+            self._log("teacher_loss", self.loss_of(self.teacher, self.teacher(x), y))
         if self.case.val_outputs:
             self.val_logits.append(logits_of(output))
         # A metric is that of one loader, and rounding decides what class a sample has.
@@ -224,7 +260,17 @@ class Task(L.LightningModule):
             optimizer = self.optimizers()
             self._log("rate", optimizer.param_groups[0]["lr"], on_step=True)  # type: ignore[union-attr]
 
+        if "teacher" in self.case.keeps:
+            self._follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        followers = dict(self.teacher.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            followers[name].data.lerp_(parameter.data, 0.25)
+
     def on_train_epoch_end(self) -> None:
+        self._log_kept()
         if self._logs("epoch_end"):
             self._log("mean_output", sum(self.outputs) / len(self.outputs))
 

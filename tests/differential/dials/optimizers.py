@@ -93,7 +93,8 @@ def _schedule(name: str, optimizer: Optimizer, case: Case) -> dict[str, Any]:
         return {"scheduler": schedulers.StepLR(optimizer, 1, 0.5), "interval": "epoch"}
     if name == "one_cycle":
         steps = case.num_batches * case.epochs + 1
-        one_cycle = schedulers.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        highest = [2 * group["lr"] for group in optimizer.param_groups]  # more, and some diverge
+        one_cycle = schedulers.OneCycleLR(optimizer, highest, total_steps=steps)
         return {"scheduler": one_cycle, "interval": "step"}
     interval = "step" if name == "plateau_step" else "epoch"
     return {

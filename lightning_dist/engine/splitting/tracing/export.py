@@ -1,17 +1,19 @@
 """Makes a graph of a module's forward with torch.export, or explains why that is not possible.
 
 ``torch.export`` runs the forward with tensors without values and records the operations. Other code
-leaves no trace, and for Python loops or branches on sizes that is right. Three things would be lost
+leaves no trace, and for Python loops or branches on sizes that is right. Four things would be lost
 silently, and raise an error here: a ``torch.autograd.Function`` (its forward would be recorded and
-differentiated, without its own backward), an attribute that the forward assigns, and a batch size
-that the forward has fixed. If the forward reads a value, torch raises an error; here the line of
-the user's code is added.
+differentiated, without its own backward), an attribute that the forward assigns (a buffer, too, but
+for the outermost module's), a tensor whose ``data`` it sets, and a batch size that the forward has
+fixed. If the forward reads a value, torch raises an error; here the line of the user's code is
+added.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import sys
 import sysconfig
 import traceback
 import warnings
@@ -27,6 +29,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, is_concrete_int
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_dist.engine.splitting.tracing.call import Call, CallCheck
@@ -58,7 +62,7 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        _nothing_lost(),
+        _nothing_lost(module),
         _quiet(),
         _unchecked_distributions(),
     ):
@@ -71,6 +75,11 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
             raise ValueError(
                 f"The forward calls {error.args[0]}, a torch.autograd.Function{place}: a graph"
                 f" would lose its backward. {_CUSTOM_OP}"
+            ) from None
+        except _NewTensorError as error:
+            raise ValueError(
+                f"The forward sets {error.args[0]}{_place(error.__traceback__)}, which a graph does"
+                " not do. Write into it in place, under `torch.no_grad()`: `tensor.copy_(...)`."
             ) from None
         except Exception as error:
             raise ValueError(_explain(error)) from error
@@ -95,8 +104,56 @@ class _FunctionError(Exception):
     """An autograd function was called."""
 
 
+class _NewTensorError(Exception):
+    """A parameter or buffer has got another tensor, and was not written into."""
+
+
+class _OwnData(TorchFunctionMode):
+    """Lets the user's code read and write the ``data`` of a tensor, but not set it.
+
+    A graph does not follow ``data``, as it does ``detach()``, which is the same memory.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _DATA and _is_called_by_user():
+            if func == _DATA[0]:
+                return args[0].detach()
+            raise _NewTensorError("the data of a tensor")
+        return func(*args, **(kwargs or {}))
+
+
+_DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
+_BETWEEN = ("__torch_function__", "__setattr__", "register_buffer", "no_new_buffer")
+
+
+def _is_called_by_user() -> bool:
+    """Returns whether a line of the user's code sets something, and none of torch's."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name in _BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    return _is_the_users(frame.f_code.co_filename)
+
+
 @contextmanager
-def _nothing_lost() -> Iterator[None]:
+def _no_new_buffers(root: nn.Module) -> Iterator[None]:
+    """Raises an error where the user's code sets a buffer; of the root's torch takes care."""
+
+    def no_new_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
+        is_new = value is not module._buffers.get(name)  # `+=` sets what it has written into
+        if is_new and module is not root and _is_called_by_user():
+            raise _NewTensorError(f"the buffer {name!r} of a {type(module).__name__}")
+
+    hook = register_module_buffer_registration_hook(no_new_buffer)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _nothing_lost(module: nn.Module) -> Iterator[None]:
     """Raises an error for code that torch silently leaves out of graphs."""
 
     def refuse(cls: type, *_: Any, **__: Any) -> None:
@@ -104,7 +161,11 @@ def _nothing_lost() -> Iterator[None]:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)):
+        with (
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
+            _OwnData(),
+            _no_new_buffers(module),
+        ):
             yield
     for text in (str(warning.message) for warning in caught):
         before, found, _ = text.partition(" assigned during export")

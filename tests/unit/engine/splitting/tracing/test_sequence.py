@@ -26,6 +26,7 @@ class Mixed(nn.Module):
         self.block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Dropout(0.2))
         self.head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
         self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("twice", torch.zeros(4))
         self.rate = 0.5
 
     def forward(self, ids: Tensor, *more: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
@@ -35,6 +36,7 @@ class Mixed(nn.Module):
         with torch.no_grad():
             if self.training:
                 self.mean.mul_(0.9).add_(hidden.mean((0, 1)), alpha=0.1)
+                self.twice.data.copy_(2 * self.mean.data)
         hidden = self.block(F.dropout(hidden - self.mean, self.rate, self.training))
         if mask is not None:
             hidden = hidden.masked_fill(mask[..., None], 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,33 @@ class Counts(Two):
         return super().forward(x)
 
 
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+
+class SetsBuffer(Mean):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class SetsData(Mean):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class Between(Two):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.between = kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))
+
+
 class FixedBatch(Two):
     def forward(self, x: Tensor) -> Tensor:
         return self.first(x.view(3, x.shape[1]))
@@ -98,13 +127,23 @@ class Hooked(Two):
         (Reentrant, "calls CheckpointFunction", "checkpoint(self.first"),
         (Keeps, r"assigns self\.last.*Return it", ""),
         (Counts, r"assigns \['count'\].*steps or hooks", ""),
+        (
+            partial(Between, SetsBuffer),
+            r"sets the buffer 'mean' of a SetsBuffer.*copy_",
+            "self.mean = 0.9 *",
+        ),
+        (
+            partial(Between, SetsData),
+            "sets the data of a tensor.*copy_",
+            "self.mean.data = 0.9 *",
+        ),
         (FixedBatch, r"batch size for a constant, 3 .*x\.shape\[0\]", ""),
         (OtherOrder, r"'first\.weight' earlier in training", ""),
         (WritesLateInEvaluation, "written to in place.*apart in training", "hidden.mul_(2)"),
         (Hooked, r"\['second'\] have forward hooks", ""),
     ],
 )
-def test_is_refused(class_: type[nn.Module], message: str, line: str) -> None:
+def test_is_refused(class_: Callable[[], nn.Module], message: str, line: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         TracedSequence(class_(), (torch.ones(3, 4),), {})
     if line:
