@@ -23,6 +23,7 @@ from tests.differential.dials.module import (
     OF_PIECES,
     OF_STAGES,
     OF_WHOLE_BATCHES,
+    OF_WHOLE_STEPS,
 )
 from tests.differential.dials.optimizers import OPTIMIZERS, SCHEDULERS
 from tests.differential.dials.strategies import STRATEGIES, Entry
@@ -96,6 +97,8 @@ def _logs(name: str, entry: Entry) -> list[str]:
     parts_alone = entry.is_pipeline and not entry.is_spread and entry.replicas == 1
     if not parts_alone or entry.versions is not None:
         left_out |= set(OF_STAGES)
+    if entry.is_pipeline or entry.averages_behind_hooks:
+        left_out |= set(OF_WHOLE_STEPS)
     if entry.versions is not None:
         left_out |= set(OF_OUTPUTS)
     if name == "1f1b_auto":

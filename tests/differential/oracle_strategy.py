@@ -127,7 +127,8 @@ class CatchUp(L.Callback):
                 return newest(key)
             self._losses.append(newest(key))
             index = len(self._losses) - 1
-            held = 0 if trainer.is_last_batch else self._strategy.num_held_back
+            is_last = trainer.is_last_batch or trainer.global_step == trainer.max_steps
+            held = 0 if is_last else self._strategy.num_held_back
             self._known = max(self._known, index - held)
             return self._losses[self._known]
 

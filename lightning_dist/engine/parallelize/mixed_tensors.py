@@ -126,3 +126,13 @@ def explain_shard_errors() -> Iterator[None]:
             " teacher's, say), use DDPStrategy."
             f" ({str(error).splitlines()[0]})"
         ) from error
+
+
+def note_shard_errors(error: BaseException) -> None:
+    """Adds advice to torch's error where a hook has mixed a part of a parameter with a tensor."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _ON_A_PART):
+        error.add_note(
+            "Each rank has a part of a parameter, and outside of steps it is not gathered. Take the"
+            " whole one by `parameter.full_tensor()`, on all ranks. For averages of weights use"
+            " ShardedWeightAveraging, or DDPStrategy."
+        )

@@ -121,8 +121,8 @@ class ForwardInterceptor:
         if self._outputs:
             raise ValueError(
                 "The step called the pipelined module twice. A pipeline runs each layer once per"
-                " micro-batch: call the module once per step, or on a concatenated batch, or let a"
-                " forward with both calls be traced (layers='trace:', or the path of its module)."
+                " micro-batch: call the module once per step, as on both inputs joined by"
+                " `torch.cat`, whose outputs `chunk(2)` parts again, or use DDPStrategy."
             )
         self._outputs.append(self._layers(*arguments, **keywords))
         if self._leaves:

@@ -91,7 +91,7 @@ class PipelineSplit:
         return self._layer_of(name) is not None
 
     def is_beside(self, name: str) -> bool:
-        """Returns whether a module of the whole model is no part of the pipelined one, nor holds it."""
+        """Returns whether a module is no part of the pipelined one, and does not hold it."""
         pipelined = f"{self.path}." if self.path else ""
         return not (f"{name}.".startswith(pipelined) or pipelined.startswith(f"{name}."))
 

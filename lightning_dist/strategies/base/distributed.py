@@ -343,9 +343,13 @@ class DistributedStrategy(ProcessMesh):
         """Reports an exception to the other ranks, before callbacks handle it and may save."""
         if self._guard is None:
             return
+        self.annotate(exception)
         self._guard.report(exception)
         if not self.is_running:
             self._undo_callbacks.callback(mute_checkpoints(self.module.trainer))
+
+    def annotate(self, exception: BaseException) -> None:
+        """Adds a note to an error of which the user could not tell what to do."""
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -32,6 +32,7 @@ from lightning_dist.engine.comms import interface
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.group_pool import GroupKind, pool_of_world
 from lightning_dist.engine.comms.meeting import Meeting, launcher_serves, meet
+from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.launching.launcher import ScriptLauncher
@@ -335,6 +336,7 @@ class ProcessMesh(ParallelStrategy):
         """Reduces a tensor over the data replicas; the other axes hold the same value."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
+        tensor = whole(tensor)  # a hook may have computed it of shards, as a gradient's norm
         return reduce_tensor(tensor, group or self._data_group_for(tensor), reduce_op)
 
     def _data_group_for(self, tensor: Tensor) -> dist.ProcessGroup:

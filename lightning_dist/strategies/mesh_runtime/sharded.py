@@ -20,7 +20,10 @@ from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.data_parallel.missing_gradients import check_gradients
 from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
-from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
+from lightning_dist.engine.parallelize.mixed_tensors import (
+    note_shard_errors,
+    split_groups_by_mesh,
+)
 from lightning_dist.engine.sharding.fully_shard import is_indivisible
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import (
@@ -140,6 +143,10 @@ class ShardedStrategy(ShardedPlacement):
             self._sharded.share_writes()
             self.average_weights()
             self.share_buffers()
+
+    @override
+    def annotate(self, exception: BaseException) -> None:
+        note_shard_errors(exception)
 
     @override
     def close_session(self) -> None:

@@ -19,7 +19,6 @@ predictions, is as right as on one device; so a counter is warned of, and left.
 from __future__ import annotations
 
 import io
-import math
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dist.engine.tensors.dtensor import is_dtensor
+from lightning_dist.engine.tensors.fingerprints import fingerprint, projection
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.callback_order import add_first_callback
 
@@ -47,7 +47,7 @@ _ENDS = (
     "on_predict_epoch_end",
 )
 _STEPS_TO_TELL = 8
-_SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_ROUNDING = 1e-6  # of a norm
 _MOST_INSIDE = 32  # lists of a few loaders, dicts of a few names; longer ones are of samples
 
 
@@ -156,21 +156,20 @@ class StepState:
         """Raises `ValueError` where stages have written other values into a parameter."""
         if not names:
             return
-        values = self._values(names)
-        own = [float(values[name].sum(dtype=torch.float64)) for name in names]
-        sums = [own for _ in written]
-        dist.all_gather_object(sums, own, group=self._stages)
+        own = [projection(value) for value in self._values(names).values()]
+        found = [own for _ in written]
+        dist.all_gather_object(found, own, group=self._stages)
         for index, name in enumerate(names):
-            found = {n: s[index] for n, s in enumerate(sums) if name in written[n]}
-            first, *others = found.values()
+            writers = [stage for stage, own_names in enumerate(written) if name in own_names]
+            products, norms = zip(*(found[stage][index] for stage in writers), strict=True)
             # Machines may round differently.
-            if any(not math.isclose(first, s, rel_tol=1e-6, abs_tol=1e-6) for s in others):
+            if max(products) - min(products) > _ROUNDING * max(norms):
                 raise ValueError(
-                    f"Hooks have written other values into {name!r} on each stage; their sums by"
-                    f" stage are {found}. In a hook, `parameters()` of the model are those of this"
+                    f"Hooks have written other values into {name!r} on stages {writers}; their"
+                    f" norms are {norms}. In a hook, `parameters()` of the model are those of this"
                     " rank's layers. So do not pair them with another network's by their order,"
                     " as `zip(teacher.parameters(), model.parameters())` does, but by name:"
-                    " `followers = dict(teacher.named_parameters())`, and"
+                    " `followers = dict(teacher.named_parameters(remove_duplicate=False))`, and"
                     " `followers[name].lerp_(p, 0.01)` for `name, p in model.named_parameters()`."
                 )
 
@@ -192,14 +191,14 @@ class StepState:
     def _written(self) -> dict[str, Any]:
         """Returns what changes with each write into the tensors outside of the layers.
 
-        Their sums are in it, for torch does not count what is written into ``tensor.data``.
+        Fingerprints are in it, for torch does not count what is written into ``tensor.data``.
         """
         found = {name: self._tensor(name) for name in (*self._buffers, *self._fixed)}
         marks = {name: (id(tensor), _mark(tensor)) for name, tensor in found.items()}
-        summed = {n: t for n, t in found.items() if t is not None and t.dtype in _SUMMED}
-        sums = [tensor.sum(dtype=torch.float64).cpu() for tensor in summed.values()]
-        bits = torch.stack(sums).view(torch.int64).tolist() if sums else []  # nan is nan
-        return marks | {n: (*marks[n], own) for n, own in zip(summed, bits, strict=True)}
+        dense = {n: t for n, t in found.items() if t is not None and t.layout == torch.strided}
+        prints = [fingerprint(tensor).cpu() for tensor in dense.values()]
+        bits = torch.stack(prints).tolist() if prints else []
+        return marks | {n: (*marks[n], own) for n, own in zip(dense, bits, strict=True)}
 
     def _tensor(self, name: str) -> Tensor | None:
         path, _, key = name.rpartition(".")

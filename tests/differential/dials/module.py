@@ -43,6 +43,8 @@ KEEPS = ("samples", "losses", "buffer", "teacher")
 """What steps and hooks keep in the module: numbers, tensors in a list, a buffer, other weights."""
 OF_STAGES = ("norms", "by_parameter")
 """Logs of what each stage has a part of."""
+OF_WHOLE_STEPS = ("gradients",)
+"""Logs of what a hook computes of gradients that are those of all ranks."""
 LOGS = (
     "loss",
     "step_only",
@@ -59,6 +61,7 @@ LOGS = (
     "rate",
     *OF_WHOLE_BATCHES,
     *OF_STAGES,
+    *OF_WHOLE_STEPS,
 )
 
 
@@ -220,8 +223,11 @@ class Task(L.LightningModule):
         if "buffer" in self.case.keeps:
             kept["total"] = self.total.clone()
         for name, value in kept.items():  # a mean over all ranks, also of stages, which have one
-            self._log(f"kept/{name}", value * (self.num_replicas if self.trainer.world_size > 1 else 1))
+            self._log(f"kept/{name}", value * self._num_shares())
         self.losses.clear()
+
+    def _num_shares(self) -> int:
+        return self.num_replicas if self.trainer.world_size > 1 else 1
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         x, y = inputs_and_targets(batch)
@@ -265,7 +271,7 @@ class Task(L.LightningModule):
 
     @torch.no_grad()
     def _follow(self) -> None:
-        followers = dict(self.teacher.named_parameters())
+        followers = dict(self.teacher.named_parameters(remove_duplicate=False))
         for name, parameter in self.model.named_parameters():
             followers[name].data.lerp_(parameter.data, 0.25)
 
@@ -275,6 +281,10 @@ class Task(L.LightningModule):
             self._log("mean_output", sum(self.outputs) / len(self.outputs))
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self._logs("gradients"):
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    self._log(f"gradient/{name}", parameter.grad.norm())
         named = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         squares = {name: float(gradient.square().sum()) for name, gradient in named.items()}
         if self.case.model in OF_SHARED_PARAMETERS:  # each stage that has one would count it

@@ -17,6 +17,25 @@ DEFECTS: dict[str, Fixed] = {
     ),
     "an error on all ranks, stages": Fixed(Case("1f1b", callbacks=("on_exception", "raises"))),
     "an error on all ranks, replicas": Fixed(Case("ddp", callbacks=("on_exception", "raises"))),
+    # --- what steps and hooks keep in the module -------------------------------------------------
+    "a teacher, validated while gradients accumulate": Fixed(
+        Case("gpipe", accumulate=2, keeps=("teacher", "samples"), val_check_interval=1)
+    ),
+    "a teacher whose biases keep their sums": Fixed(
+        Case(
+            "interleaved",
+            model="scale",
+            optimizer="adadelta",
+            clip=("value", 0.01),
+            callbacks=("every_steps",),
+            keeps=("teacher",),
+        )
+    ),
+    "a teacher beside replicas of stages": Fixed(
+        Case("replicas_of_stages", keeps=("teacher", "losses"), epochs=2)
+    ),
+    "a teacher of shared weights": Fixed(Case("zb_h1", model="tied", keeps=("teacher", "buffer"))),
+    "norms of gradients, shards": Fixed(Case("fsdp", logs=("gradients",))),
     # --- what optimizers keep in their groups ----------------------------------------------------
     "counters in groups, pipedream": Fixed(
         Case("pipedream", optimizer="schedule_free", scheduler="exponential_step", epochs=2)

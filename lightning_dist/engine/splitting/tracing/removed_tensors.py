@@ -120,7 +120,8 @@ def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], s
 def _reason(name: str) -> str:
     return (
         f"The value of {name!r} was asked for, but its stage is on another rank. In a step only the"
-        " traced module's own forward may use it."
+        " traced module's own forward may use it. Let weights that follow others, such as a"
+        " teacher's, do so in `on_train_batch_end`, by name, or use DDPStrategy."
     )
 
 

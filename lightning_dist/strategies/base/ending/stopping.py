@@ -35,12 +35,28 @@ _SKIP = -1  # Lightning's value for it
 def drain_before_validation(module: pl.LightningModule, drain: Callable[[], None]) -> Undo:
     """Drains before each validation inside of ``fit``, which needs final weights.
 
-    An asynchronous pipeline has batches in flight, and the replicas of local SGD differ.
-    ``on_validation_model_zero_grad`` is the one hook that Lightning calls exactly then while the
-    module is still in training mode. Later hooks come after ``module.eval()``, where a backward
-    that recomputes activations would do so without dropout.
+    An asynchronous pipeline has batches in flight, and the replicas of local SGD differ. The module
+    must still be in training mode, or a backward that recomputes activations would do so without
+    dropout. Lightning's first hook then is ``on_validation_model_zero_grad``, which it leaves out
+    while gradients accumulate, and the next one ``on_validation_model_eval``.
     """
-    return _surround(module, "on_validation_model_zero_grad", before=drain)
+    trainer = module.trainer
+    batches = trainer.fit_loop.epoch_loop
+    drained_at = -1
+
+    def first() -> None:
+        nonlocal drained_at
+        drain()
+        drained_at = batches.total_batch_idx
+
+    def second() -> None:
+        if not trainer.sanity_checking and drained_at != batches.total_batch_idx:
+            drain()
+
+    with ExitStack() as undo:
+        undo.callback(_surround(module, "on_validation_model_zero_grad", before=first))
+        undo.callback(_surround(module, "on_validation_model_eval", before=second))
+        return undo.pop_all().close
 
 
 def stop_evaluations_together(

@@ -68,6 +68,36 @@ def made(
         yield parallelize(Module(), build_mesh(shape, "cpu"), asked)
 
 
+class WithTeacher(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(*(Block() for _ in range(DEPTH))).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "policy", [None, ByClass(["Block"]), ByName(["model.*.inner"])], ids=["auto", "class", "name"]
+)
+def test_units_beside_what_is_pipelined_stay_whole(policy: Any) -> None:
+    shard = ShardConfig() if policy is None else ShardConfig(wrap=policy)
+    with fake_rank(0, 4):
+        asked = Parallelism(
+            PipelineConfig(partition="uniform"), TensorConfig(), shard, shard.options(None)
+        )
+        mesh = build_mesh(MeshShape(pp=2, dp_shard=2), "cpu")
+        composed = parallelize(WithTeacher(), mesh, asked)
+        kept = {name for name, p in composed.module.named_parameters() if isinstance(p, DTensor)}
+    assert len(composed.units) == DEPTH // 2
+    assert all(name.startswith("model.") for name in (*composed.units, *kept))
+
+
+def test_a_unit_that_stages_would_divide_is_refused() -> None:
+    shard = ShardConfig(wrap=ByName(["model"]))
+    refused = pytest.raises(ValueError, match=r"selects \['model'\], which are no part")
+    with fake_rank(0, 4), refused:
+        asked = Parallelism(PipelineConfig(), TensorConfig(), shard, shard.options(None))
+        parallelize(WithTeacher(), build_mesh(MeshShape(pp=2, dp_shard=2), "cpu"), asked)
+
+
 class Spread(L.LightningModule):
     """Has an MLP, and a layer that is left whole."""
 

@@ -14,6 +14,7 @@ from torch.optim import ASGD, SGD, AdamW, Optimizer
 
 from lightning_dist.engine.parallelize.mixed_tensors import (
     explain_shard_errors,
+    note_shard_errors,
     split_groups_by_mesh,
 )
 from lightning_dist.engine.tensors.dtensor import local_part
@@ -178,6 +179,16 @@ def test_an_operation_on_a_part_of_a_parameter_is_explained(
     mesh: DeviceMesh, operation: str
 ) -> None:
     part = sharded(values(0)[0], (mesh["dp_shard"], [Shard(0)]))
-    with pytest.raises(ValueError, match="of which each rank has a part only"):
-        with explain_shard_errors():
-            ON_A_PART[operation](part)
+    explained = pytest.raises(ValueError, match="of which each rank has a part only")
+    with explained, explain_shard_errors():
+        ON_A_PART[operation](part)
+    with pytest.raises(RuntimeError) as caught:
+        ON_A_PART[operation](part)
+    note_shard_errors(caught.value)
+    assert "parameter.full_tensor()" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [ValueError("a step has computed"), RuntimeError("other")])
+def test_other_errors_have_no_advice(error: Exception) -> None:
+    note_shard_errors(error)
+    assert not hasattr(error, "__notes__")
