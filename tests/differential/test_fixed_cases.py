@@ -41,6 +41,7 @@ def _parameters() -> list[object]:
     "a plateau by steps",
     "a reduction of the user's own",
     "a second Trainer, two validation loaders",
+    "a teacher that is never run, *",
     "a teacher whose biases keep their sums",
     "a teacher, validated while gradients accumulate",
     "a traced module's step uses a parameter, with hooks",

@@ -12,6 +12,7 @@ a unit's parameters were not used in each step of an update.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -71,6 +72,25 @@ def note_unfrozen(root: nn.Module) -> None:
     for group in _param_groups(root):
         if getattr(group, "_orig_dtype", "unknown") is None:  # the root has been called
             group._init_mp_dtypes()
+
+
+@contextmanager
+def without_gathering(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets a backward leave out units that were never gathered, such as a teacher that only looks.
+
+    There is no public way. Under mixed precision FSDP2 looks for the gradient of each parameter
+    behind a backward after which it reduces nothing, and fails for want of a gathered copy.
+    """
+    parameters = [p for root in roots for group in _param_groups(root) for p in group.fsdp_params]
+    never = [p for p in parameters if not hasattr(p, "_unsharded_param")]
+    dtypes = [parameter.reduce_dtype for parameter in never]
+    for parameter in never:
+        parameter.reduce_dtype = None
+    try:
+        yield
+    finally:
+        for parameter, dtype in zip(never, dtypes, strict=True):
+            parameter.reduce_dtype = dtype
 
 
 class KeptGradients:

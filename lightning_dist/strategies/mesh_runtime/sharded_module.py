@@ -30,6 +30,7 @@ from lightning_dist.engine.sharding.fully_shard import (
     move_rest,
     note_unfrozen,
     reshard,
+    without_gathering,
 )
 from lightning_dist.engine.sharding.manual_steps import ManualSteps
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
@@ -224,13 +225,16 @@ class ShardedModule:
 
     # --- gradients ---------------------------------------------------------------------------
 
-    def backward_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def backward_context(self) -> Iterator[None]:
         """Returns the context manager that the backward of a step's loss runs in."""
         if self._tensor_parallel is not None:
             self._tensor_parallel.crossings.begin_backward()
         if self._unused is not None:
             self._unused.begin_backward()
-        return nullcontext() if self._logits is None else loss_parallel()
+        in_loss = nullcontext() if self._logits is None else loss_parallel()
+        with in_loss, without_gathering(self._roots if self._shards else ()):
+            yield
 
     def backward(
         self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool

@@ -35,6 +35,9 @@ DEFECTS: dict[str, Fixed] = {
         Case("replicas_of_stages", keeps=("teacher", "losses"), epochs=2)
     ),
     "a teacher of shared weights": Fixed(Case("zb_h1", model="tied", keeps=("teacher", "buffer"))),
+    "a teacher that is never run, accumulated in half precision, shards": Fixed(
+        Case("fsdp", precision="bf16-mixed", accumulate=2, keeps=("teacher",), limit_val_batches=0)
+    ),
     "norms of gradients, shards": Fixed(Case("fsdp", logs=("gradients",))),
     # --- what optimizers keep in their groups ----------------------------------------------------
     "counters in groups, pipedream": Fixed(
