@@ -82,7 +82,9 @@ def without_gathering(roots: Iterable[nn.Module]) -> Iterator[None]:
     behind a backward after which it reduces nothing, and fails for want of a gathered copy.
     """
     parameters = [p for root in roots for group in _param_groups(root) for p in group.fsdp_params]
-    never = [p for p in parameters if not hasattr(p, "_unsharded_param")]
+    # They have a dtype from the root's first forward on.
+    called = [p for p in parameters if hasattr(p, "reduce_dtype")]
+    never = [parameter for parameter in called if not hasattr(parameter, "_unsharded_param")]
     dtypes = [parameter.reduce_dtype for parameter in never]
     for parameter in never:
         parameter.reduce_dtype = None

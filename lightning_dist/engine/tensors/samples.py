@@ -90,7 +90,8 @@ def samples_of(batch: Any) -> Samples:
         raise ValueError(
             f"The tensors of a batch must have the samples in their first dim, but their first dims"
             f" are {sizes} (shapes {shapes}). Give tensors that are not per sample another place"
-            " (a buffer of the module, say), or repeat them for each sample."
+            " (a buffer of the module, say), or repeat them for each sample; pad targets that are"
+            " joined, with a row for each sample."
         )
     return Samples(sizes[0] if sizes else None)
 
