@@ -106,13 +106,15 @@ def _logs(name: str, entry: Entry) -> list[str]:
     return [log for log in LOGS if log not in left_out]
 
 
-def _keeps(name: str, entry: Entry) -> list[str]:
+def _keeps(name: str, entry: Entry, callbacks: tuple[str, ...]) -> list[str]:
     left_out: set[str] = set()
     if entry.replicas > 1:  # which have one each, of their own samples
         left_out.add("buffer")
     # One follows weights of this batch, and takes them whole or in the shards that it has, too.
     in_parts = entry.is_spread or (entry.is_sharded and entry.is_pipeline)
     if in_parts or entry.versions is not None or name == "server":
+        left_out.add("teacher")
+    if entry.is_pipeline and "average" in callbacks:  # a stage averages what it knows of one
         left_out.add("teacher")
     return [kept for kept in KEEPS if kept not in left_out]
 
@@ -233,7 +235,7 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         parameter_hooks=draw(_some(_parameter_hooks(entry, model, accumulate), 1)),
         # What one case has compiled without hooks, torch runs in the next one with hooks.
         layer_hooks=() if model == "compiled" else draw(_some(list(LAYER_HOOKS), 2)),
-        keeps=draw(_some(_keeps(name, entry), 2)),
+        keeps=draw(_some(_keeps(name, entry, callbacks), 2)),
         loss_depends_on=draw(
             st.sampled_from((None, None, None, "global_step", "epoch", "batch_idx"))
         ),
