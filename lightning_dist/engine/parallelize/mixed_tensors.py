@@ -116,7 +116,7 @@ def explain_shard_errors() -> Iterator[None]:
                 " gathered for one backward only: use DDPStrategy."
                 f" ({str(error).splitlines()[0]})"
             ) from error
-        if not any(text in str(error) for text in _ON_A_PART):
+        if not _is_of_a_part(error):
             raise
         raise ValueError(
             "A step has computed with a parameter of which each rank has a part only. Parameters"
@@ -130,9 +130,13 @@ def explain_shard_errors() -> Iterator[None]:
 
 def note_shard_errors(error: BaseException) -> None:
     """Adds advice to torch's error where a hook has mixed a part of a parameter with a tensor."""
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in _ON_A_PART):
+    if isinstance(error, RuntimeError) and _is_of_a_part(error):
         error.add_note(
             "Each rank has a part of a parameter, and outside of steps it is not gathered. Take the"
             " whole one by `parameter.full_tensor()`, on all ranks. For averages of weights use"
             " ShardedWeightAveraging, or DDPStrategy."
         )
+
+
+def _is_of_a_part(error: RuntimeError) -> bool:
+    return any(text in str(error) for text in _ON_A_PART)

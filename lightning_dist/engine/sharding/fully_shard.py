@@ -75,7 +75,7 @@ def note_unfrozen(root: nn.Module) -> None:
 
 
 @contextmanager
-def without_gathering(roots: Iterable[nn.Module]) -> Iterator[None]:
+def skip_never_gathered(roots: Iterable[nn.Module]) -> Iterator[None]:
     """Lets a backward leave out units that were never gathered, such as a teacher that only looks.
 
     There is no public way. Under mixed precision FSDP2 looks for the gradient of each parameter

@@ -30,7 +30,7 @@ from lightning_dist.engine.sharding.fully_shard import (
     move_rest,
     note_unfrozen,
     reshard,
-    without_gathering,
+    skip_never_gathered,
 )
 from lightning_dist.engine.sharding.manual_steps import ManualSteps
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
@@ -233,7 +233,7 @@ class ShardedModule:
         if self._unused is not None:
             self._unused.begin_backward()
         in_loss = nullcontext() if self._logits is None else loss_parallel()
-        with in_loss, without_gathering(self._roots if self._shards else ()):
+        with in_loss, skip_never_gathered(self._roots if self._shards else ()):
             yield
 
     def backward(

@@ -287,6 +287,27 @@ def test_classes_are_named() -> None:
         ByClass([nn.Linear])  # type: ignore[list-item]
 
 
+class Shadowed(Classifier):
+    """Follows its weights with whole tensors."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.detach() - torch.zeros(parameter.shape, dtype=parameter.dtype)
+
+
+def follow() -> str:
+    strategy = FSDPStrategy(timeout_s=20.0)
+    trainer = make_trainer(devices=2, strategy=strategy)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        trainer.fit(make_module(Shadowed), make_loader(8), make_loader(8))
+    return "\n".join(getattr(caught.value, "__notes__", []))
+
+
+def test_a_hook_that_mixes_shards_and_tensors_has_advice(workers: WorkerPool) -> None:
+    for notes in workers.run(2, follow):
+        assert "parameter.full_tensor()" in notes
+
+
 @pytest.mark.parametrize("size", ["x", 1.5, 0])
 def test_a_size_that_is_none(size: Any) -> None:
     with pytest.raises(ValueError, match=f"shard_size={size!r} must be 'auto' or an integer"):

@@ -129,7 +129,7 @@ _BETWEEN = ("__torch_function__", "__setattr__", "register_buffer", "no_new_buff
 
 
 def _is_called_by_user() -> bool:
-    """Returns whether a line of the user's code sets something, and none of torch's."""
+    """Returns whether a line of the user's code led here, and none of torch's."""
     frame = sys._getframe(1)
     while frame.f_code.co_name in _BETWEEN and frame.f_back is not None:
         frame = frame.f_back
