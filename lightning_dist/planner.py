@@ -19,7 +19,7 @@ import yaml
 
 from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.planning.links import Link, LinksByKind
-from lightning_dist.engine.planning.search.machine import DEVICES, Machine
+from lightning_dist.engine.planning.search.machine import DEVICES, Machine, link_of
 from lightning_dist.engine.planning.search.plan import Price, Ranking
 from lightning_dist.engine.planning.search.search import Request, search
 from lightning_dist.engine.sharding.deferred_init.api import deferred_init
@@ -68,7 +68,7 @@ def plan(
         global_batch: Samples of an update.
         batch_size: Samples of a loader's batch, in place of ``global_batch``.
         device: Name of a device of :data:`.machine.DEVICES`, for which operations are counted;
-            None measures time on the module's device.
+            None measures time on the module's device, to which the batch is moved.
         efficiency: Share of the device's speed that the model reaches. Only with ``device``.
         within: Link between ranks of a host; None takes the device's, or 2 GB/s for a CPU.
         between: Link of a host; None takes 400 Gbit/s for a device, 10 Gbit/s for a CPU.
@@ -97,7 +97,8 @@ def plan(
         raise ValueError(f"device={device!r} is unknown; use one of {list(DEVICES)}, or None.")
     if not 0 < efficiency <= 1:
         raise ValueError(f"efficiency={efficiency} must be above 0 and at most 1.")
-    is_gpu = device is not None or module.device.type != "cpu"
+    here = module.device
+    is_gpu = device is not None or here.type != "cpu"
     sheet = None if device is None else DEVICES[device]
     if memory_gib is not None:
         check_positive("memory_gib", memory_gib)
@@ -105,12 +106,12 @@ def plan(
     elif sheet is not None:
         memory = sheet.memory_bytes
     else:
-        memory = memory_of(module.device, max(1, world_size // num_hosts))
+        memory = memory_of(here, max(1, world_size // num_hosts))
     machine = Machine(
         world_size,
         memory,
         num_hosts=num_hosts,
-        within=LinksByKind(within or (_GLOO if sheet is None else sheet.link)),
+        within=LinksByKind(within or (_link_at(here) if sheet is None else sheet.link)),
         between=LinksByKind(between or (_FABRIC if is_gpu else _ETHERNET)),
         processors=processors,
         overlap=(0.9 if is_gpu else 0.0) if overlap is None else overlap,
@@ -124,8 +125,9 @@ def plan(
     )
     if sheet is None:
         module.configure_model()
-        own = module
-        measurement = replace(measurement, device=module.device)
+        own = module.to(here)
+        batch = map_tensors(lambda tensor: tensor.to(here), batch)
+        measurement = replace(measurement, device=here)
     else:
         with deferred_init(only_shapes=True):
             own.configure_model()
@@ -136,6 +138,10 @@ def plan(
             flops_per_second=efficiency * sheet.flops_per_second,
         )
     return search(measurement.costs(own, batch), machine, request)
+
+
+def _link_at(device: torch.device) -> Link:
+    return link_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else _GLOO
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -157,6 +163,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--global-batch", type=int, help="samples of an update")
     add("--batch-size", type=int, help="samples of a loader's batch, in place of --global-batch")
     add("--device", choices=sorted(DEVICES), help="count operations for it; default: measure here")
+    add(
+        "--accelerator",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="what measures; auto is a GPU if there is one",
+    )
     add("--efficiency", type=float, default=0.4, help="share of its speed that is reached")
     add("--link-gbit", type=float, help="between the ranks of a host")
     add("--link-us", type=float, default=20.0, help="latency there, in microseconds")
@@ -220,8 +232,11 @@ def _price_of(options: argparse.Namespace) -> Price | None:
 def _plan_of(options: argparse.Namespace) -> Ranking:
     if options.module is None or options.data is None:
         raise ValueError("Give --module PACKAGE:CLASS and --data PACKAGE:CLASS, or --config.")
+    module = _made(options.module, options.module_args)
+    if options.device is None and _measures_on_gpu(options.accelerator):
+        module = module.to("cuda")
     return plan(
-        _made(options.module, options.module_args),
+        module,
         _batch_of(_made(options.data, options.data_args)),
         world_size=options.world_size,
         num_hosts=options.hosts,
@@ -239,6 +254,13 @@ def _plan_of(options: argparse.Namespace) -> Ranking:
         states_per_parameter=options.states_per_parameter,
         num_plans=options.top,
     )
+
+
+def _measures_on_gpu(accelerator: str) -> bool:
+    has_gpu = torch.cuda.is_available()
+    if accelerator == "gpu" and not has_gpu:
+        raise ValueError("--accelerator gpu: torch sees no GPU. Use cpu, or --device for one.")
+    return has_gpu and accelerator != "cpu"
 
 
 def _made(name: str, given: Sequence[str] | dict[str, Any]) -> Any:

@@ -28,7 +28,11 @@ def main() -> None:
     arguments = _arguments()
     first_seed = int(time.time()) if arguments.seed is None else arguments.seed
     pool = WorkerPool()
-    fuzzer = Fuzzer(pool, arguments.shrink_seconds, report=lambda line: print(line, flush=True))
+    fuzzer = Fuzzer(
+        pool,
+        shrink_seconds=arguments.shrink_seconds,
+        report=lambda line: print(line, flush=True),
+    )
     try:
         fuzzer.run(
             first_seed=first_seed,

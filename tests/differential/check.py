@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
+from typing import Any, Protocol
 
 from tests.differential.case import Case
 from tests.differential.compare import differences
 from tests.differential.dials.strategies import STRATEGIES
+from tests.differential.machine import Machine
 from tests.differential.observe import files_in
-from tests.differential.run import begin_on_one_device, run_rank, run_reference
+from tests.differential.run import ON_CPU, begin_on_one_device, run_rank, run_reference
 from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 
 TIMEOUT_SECONDS = 60.0
@@ -20,12 +23,23 @@ class RefusedError(Exception):
     """The strategy does not take the case, and says so on each rank; or one device does not."""
 
 
-def find_differences(case: Case, pool: WorkerPool) -> list[str]:
+class Pool(Protocol):
+    """Runs a function on a number of ranks, and gives what each returned."""
+
+    def run(
+        self, world_size: int, case: Callable[..., Any], *args: Any, timeout: float
+    ) -> list[Any]:
+        """Runs it within some seconds."""
+        ...
+
+
+def find_differences(case: Case, pool: Pool, machine: Machine = ON_CPU) -> list[str]:
     """Runs a case both ways and lists what differs.
 
     Args:
         case: The case.
         pool: Processes for the ranks.
+        machine: What both run on.
 
     Raises:
         RefusedError: All ranks alike refused the case, which runs on one device; or that fails.
@@ -36,9 +50,9 @@ def find_differences(case: Case, pool: WorkerPool) -> list[str]:
         run.mkdir()
         try:
             if case.begun_by_one_device:
-                begin_on_one_device(case, str(run))
+                begin_on_one_device(case, str(run), machine)
             copytree(run, begun, symlinks=True)
-            reference = run_reference(case, str(run))
+            reference = run_reference(case, str(run), machine)
         except Exception as error:
             raise RefusedError(f"one device: {type(error).__name__}: {error}") from error
         run.rename(one)
@@ -49,6 +63,7 @@ def find_differences(case: Case, pool: WorkerPool) -> list[str]:
                 run_rank,
                 case,
                 str(run),
+                machine,
                 timeout=TIMEOUT_SECONDS,
             )
         except CaseFailedError as error:

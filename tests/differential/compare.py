@@ -207,6 +207,8 @@ def _without_notes(tree: Any) -> Any:
         }
     if isinstance(tree, list | tuple):
         return [_without_notes(value) for value in tree]
+    if isinstance(tree, Tensor):
+        return tree.cpu()
     return Path(tree).name if isinstance(tree, str) and "/" in tree else tree
 
 

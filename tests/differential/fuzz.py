@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
 
 from tests.differential.case import Case
-from tests.differential.check import RefusedError, find_differences
+from tests.differential.check import Pool, RefusedError, find_differences
 from tests.differential.draw import cases
-from tests.helpers.processes.workers import WorkerPool
+from tests.differential.machine import Machine
+from tests.differential.run import ON_CPU
 
 CASES_PER_ROUND = 20
 
@@ -59,6 +60,7 @@ class Fuzzer:
 
     Attributes:
         pool: Processes for the ranks.
+        machine: What they and the one device run on.
         shrink_seconds: For how long a failing case is made smaller.
         report: Called with a line about the progress.
         counts: How many cases ran, were refused, and failed.
@@ -66,7 +68,8 @@ class Fuzzer:
         refusals: How often each message refused a case.
     """
 
-    pool: WorkerPool
+    pool: Pool
+    machine: Machine = ON_CPU
     shrink_seconds: float = 60.0
     report: Callable[[str], Any] = print
     counts: Counter[str] = field(default_factory=Counter)
@@ -145,7 +148,7 @@ class Fuzzer:
     def _differences(self, case: Case) -> list[str]:
         self.counts["run"] += 1
         try:
-            lines = find_differences(case, self.pool)
+            lines = find_differences(case, self.pool, self.machine)
         except RefusedError as error:
             self.counts["refused"] += 1
             self.refusals[str(error)[:160]] += 1

@@ -45,10 +45,11 @@ class OracleStrategy(SingleDeviceStrategy):
     Args:
         staleness: Updates that a batch does not know, by the parameter's name.
         lag: Batches that the first stage may be ahead of what the last one knows.
+        device: The one device.
     """
 
-    def __init__(self, staleness: Callable[[str], int], lag: int) -> None:
-        super().__init__(device=torch.device("cpu"))
+    def __init__(self, staleness: Callable[[str], int], lag: int, device: torch.device) -> None:
+        super().__init__(device=device)
         self._staleness = staleness
         self._lag = lag
         self._forget()

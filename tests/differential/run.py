@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -15,7 +16,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from tests.differential.dials.callbacks import WRITING, SaveAtStep, make_callbac
 from tests.differential.dials.data import Loaders, Place, make_validation_loader
 from tests.differential.dials.module import Task, make_task
 from tests.differential.dials.strategies import STRATEGIES
+from tests.differential.machine import Machine
 from tests.differential.observe import (
     CALLBACK_HOOKS,
     MODULE_HOOKS,
@@ -34,6 +35,7 @@ from tests.differential.observe import (
 )
 from tests.differential.oracle_strategy import CatchUp, OracleStrategy, staleness_of
 
+ON_CPU = Machine()
 HANDOVER = "handover.ckpt"
 ENOUGH_BATCHES = 15
 TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -46,29 +48,47 @@ TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_rank(case: Case, folder: str) -> Observation:
+@dataclass(frozen=True)
+class _Ranks:
+    """A number of ranks on a machine, and their strategy.
+
+    Attributes:
+        machine: The machine.
+        make: Builds the strategy.
+        count: Number of ranks.
+    """
+
+    machine: Machine
+    make: Callable[[], Any]
+    count: int = 1
+
+
+def run_rank(case: Case, folder: str, machine: Machine = ON_CPU) -> Observation:
     """Runs a case on this rank.
 
     Args:
         case: The case.
         folder: Where to write checkpoints, the same on each rank.
+        machine: What the ranks run on.
     """
     entry = STRATEGIES[case.strategy]
-    return _run(case, folder, partial(entry.strategy_for, case.model), entry.devices)
+    make = partial(entry.strategy_for, case.model)
+    return _run(case, folder, _Ranks(machine, make, entry.devices))
 
 
-def run_reference(case: Case, folder: str) -> Observation:
+def run_reference(case: Case, folder: str, machine: Machine = ON_CPU) -> Observation:
     """Runs a case on one device, with the weights that an asynchronous schedule would use.
 
     Args:
         case: The case.
         folder: Where to write checkpoints.
+        machine: What has the device.
     """
     with _without_ranks():
-        return _run(case, folder, _make_reference(case), 1)
+        return _run(case, folder, _make_reference(case, machine))
 
 
-def _make_reference(case: Case) -> Callable[[], Any]:
+def _make_reference(case: Case, machine: Machine) -> _Ranks:
     entry = STRATEGIES[case.strategy]
     versions = entry.versions
 
@@ -76,9 +96,9 @@ def _make_reference(case: Case) -> Callable[[], Any]:
         if versions is None:
             return "auto"
         lag = 1 if versions == "2bw" else entry.stages - 1
-        return OracleStrategy(staleness_of(case, versions), lag)
+        return OracleStrategy(staleness_of(case, versions), lag, machine.torch_device)
 
-    return make
+    return _Ranks(machine, make)
 
 
 @contextmanager
@@ -99,31 +119,32 @@ def _without_ranks() -> Iterator[None]:
         os.environ.update(kept)
 
 
-def begin_on_one_device(case: Case, folder: str) -> None:
+def begin_on_one_device(case: Case, folder: str, machine: Machine = ON_CPU) -> None:
     """Runs the part of a case that is resumed by another run.
 
     Args:
         case: The case.
         folder: Where to write checkpoints.
+        machine: What has the device.
     """
     with _without_ranks(), _quiet():
-        _begin(case, folder, _make_reference(case), 1)
+        _begin(case, folder, _make_reference(case, machine))
 
 
-def _begin(case: Case, folder: str, make: Any, devices: int) -> None:
-    trainer, _ = _fit(case, Observation(), folder, make, devices, until=case.resume_at)
+def _begin(case: Case, folder: str, ranks: _Ranks) -> None:
+    trainer, _ = _fit(case, Observation(), folder, ranks, until=case.resume_at)
     if not case.goes_on:
         trainer.save_checkpoint(os.path.join(folder, HANDOVER))
 
 
-def _run(case: Case, folder: str, make: Any, devices: int) -> Observation:
+def _run(case: Case, folder: str, ranks: _Ranks) -> Observation:
     seen = Observation()
     with _quiet():
         try:
             if case.resume_at is not None and not case.begun_by_one_device:
-                _begin(case, folder, make, devices)
+                _begin(case, folder, ranks)
             resumed = None if case.resume_at is None else os.path.join(folder, HANDOVER)
-            trainer, task = _fit(case, seen, folder, make, devices, resumed)
+            trainer, task = _fit(case, seen, folder, ranks, resumed)
         except ValueError as error:
             seen.refusal = f"{type(error).__name__}: {error}"
             return seen
@@ -141,16 +162,15 @@ def _fit(
     case: Case,
     seen: Observation,
     folder: str,
-    make: Callable[[], Any],
-    devices: int,
+    ranks: _Ranks,
     resumed: str | None = None,
     until: int | None = None,
 ) -> tuple[L.Trainer, Task]:
     events = seen.events
     kind = recording(Task, MODULE_HOOKS, "module", events) if case.hooks else Task
     task = make_task(case, kind, seed=7 if resumed is None else 8)
-    trainer = _make_trainer(case, seen, folder, make(), devices, until)
-    place = _place(trainer, case) if devices > 1 else Place()
+    trainer = _make_trainer(case, seen, folder, ranks, until)
+    place = _place(trainer, case) if ranks.count > 1 else Place()
     torch.manual_seed(100 + trainer.global_rank)  # as good as no seed
     data = Loaders(case, place, events if case.data_module else [])
     loaders: dict[str, Any] = {"datamodule": data}
@@ -171,7 +191,7 @@ def _fit(
     if until is not None or case.fits == "once":
         return trainer, task
     if case.fits == "anew":
-        trainer = _make_trainer(case, seen, folder, make(), devices)
+        trainer = _make_trainer(case, seen, folder, ranks)
     else:
         trainer.fit_loop.max_epochs += case.epochs  # type: ignore[operator]
     trainer.fit(task, **loaders)
@@ -182,10 +202,10 @@ def _make_trainer(
     case: Case,
     seen: Observation,
     folder: str,
-    strategy: Strategy | str,
-    devices: int,
+    ranks: _Ranks,
     until: int | None = None,
 ) -> L.Trainer:
+    strategy = ranks.make()
     watch = recording(L.Callback, CALLBACK_HOOKS, "callback", seen.events)()
     first: list[L.Callback] = [CatchUp(strategy)] if isinstance(strategy, OracleStrategy) else []
     half = [MixedPrecision()] if case.precision == "half" else []
@@ -195,8 +215,7 @@ def _make_trainer(
         until = None
     limits = [limit for limit in (case.max_steps, until) if limit is not None]
     arguments: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": devices,
+        **ranks.machine.trainer_options(ranks.count),
         "strategy": strategy,
         "precision": "32-true" if case.precision in ("double", "half") else case.precision,
         "logger": MemoryLogger(seen.rows),
@@ -232,7 +251,7 @@ def _evaluate(case: Case, seen: Observation, trainer: L.Trainer, task: Task) -> 
     seen.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
     predicted = trainer.predict(task, loader)
     assert predicted is not None
-    seen.predictions = [rows for rows in predicted if isinstance(rows, Tensor)]
+    seen.predictions = [rows.cpu() for rows in predicted if isinstance(rows, Tensor)]
 
 
 def _place(trainer: L.Trainer, case: Case) -> Place:

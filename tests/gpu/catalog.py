@@ -9,6 +9,7 @@ from types import MappingProxyType
 from tests.gpu.pieces import (
     checkpoints,
     compiled,
+    drawn,
     memory,
     no_sync,
     numerics,
@@ -42,6 +43,7 @@ PIECES: Mapping[str, Piece] = MappingProxyType(
         "two_ranks": Piece("whether NCCL takes two ranks on one GPU", two_ranks.nccl, 150),
         "parity_1": Piece("each strategy on one rank beside one device", parity.one_rank, 240),
         "parity_2": Piece("each strategy on two ranks beside one device", parity.two_ranks, 300),
+        "drawn": Piece("runs drawn at random beside one device", drawn.drawn, 240),
         "no_sync": Piece(
             "whether the host waits for the device in a steady step", no_sync.no_sync, 120
         ),

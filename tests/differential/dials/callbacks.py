@@ -199,7 +199,7 @@ class CallModel(L.Callback):
         else:
             example = example.to(next(module.model.parameters(), example).dtype)
         with torch.no_grad():
-            return logits_of(module.model(example)).double().mean()
+            return logits_of(module.model(example.to(module.device))).double().mean()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         module.log("sampled", self._sampled(module))

@@ -24,7 +24,8 @@ ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 def compiled(setting: Setting) -> Iterator[Row]:
     """Trains compiled layers, and compiled stages, beside the same ones uncompiled."""
     with open_ranks(setting) as ranks:
-        for name in SCHEDULE_NAMES if setting.is_gpu else ON_A_CPU:
+        others = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS]
+        for name in (*ASYNCHRONOUS, *others) if setting.is_gpu else ON_A_CPU:
             eager = ranks.run(2, fit_compiled, name, "not")
             whole = {key: value for state, _ in eager for key, value in state.items()}
             for how in ("layers", "stages"):

@@ -46,6 +46,17 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 """Devices by name, from their makers' data sheets."""
 
 
+def link_of(device_name: str) -> Link:
+    """Returns the link between devices of a host; of one that is not listed, PCIe.
+
+    Args:
+        device_name: Name from ``torch.cuda.get_device_name``.
+    """
+    joined = device_name.lower().replace(" ", "")
+    known = [name for name in DEVICES if name in joined]
+    return DEVICES[max(known, key=len)].link if known else _PCIE
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The ranks that a plan is for.
