@@ -80,6 +80,7 @@ class OwnStages(Mapping[int, Stage]):
         self.found = found
         self.options = options
         self.shape = shape
+        _start_autograd(options.device)
         self._stages: dict[int, Stage] = {}
         self._earlier_peaks: dict[int, int] = {}
         self._interceptor: ForwardInterceptor | StepInterceptor | None = None
@@ -255,3 +256,13 @@ def _check_names(number: int, own: nn.Module, layers: nn.Module) -> None:
             " whose parameters have the names that they have in the pipelined module. A compiled"
             " module keeps them with `module.compile()` instead of `torch.compile(module)`."
         )
+
+
+def _start_autograd(device: torch.device) -> None:
+    """Gives autograd's thread of a GPU its context, which the thread's first kernel brings.
+
+    In a stage without a loss the first one may be a product, and cuBLAS warns where there is none.
+    """
+    if device.type == "cuda":
+        with torch.enable_grad():
+            torch.zeros((), device=device, requires_grad=True).exp().backward()

@@ -169,11 +169,12 @@ def _are_equal(left: Any, right: Any) -> bool:
 
 
 def _same_tensors(left: Tensor, right: Tensor) -> bool:
-    return _are_alike(left, right) and torch.equal(left, right)
+    is_same_place = left.device == right.device
+    return is_same_place and _are_alike(left, right) and torch.equal(left, right)
 
 
 def _are_alike(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and left.dtype == right.dtype and left.device == right.device
+    return left.shape == right.shape and left.dtype == right.dtype
 
 
 def _update(groups: _Groups, changes: _Groups) -> None:
@@ -192,6 +193,7 @@ def install_values(optimizer: Optimizer, groups: _Groups) -> None:
             if not isinstance(present, Tensor) or not isinstance(value, Tensor):
                 group[key] = _copy_of(value)
             elif _are_alike(present, value):
-                present.copy_(value)  # the optimizer may hold the tensor elsewhere too
+                # The optimizer may hold the tensor elsewhere too; a value may come from the host.
+                present.copy_(value)
             else:
                 group[key] = value.clone()

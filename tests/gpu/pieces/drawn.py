@@ -13,7 +13,7 @@ from tests.gpu.records import Row, Verdict
 from tests.gpu.setting import Setting
 
 SECONDS, ON_CPU_RUNS, SHRINK_SECONDS = 120.0, 4, 15.0
-MOST_REFUSALS = 4
+MOST_REFUSALS, MOST_LINES = 4, 5
 
 
 class _Pool:
@@ -46,8 +46,8 @@ def drawn(setting: Setting) -> Iterator[Row]:
         runs = 10**6 if setting.is_gpu else ON_CPU_RUNS
         fuzzer.run(first_seed=first_seed, seconds=SECONDS, runs=runs)
     for failure in fuzzer.failures.values():
-        line = failure.lines[0].strip().splitlines()[-1][-300:]
-        yield Row(f"{failure.case!r}", line, "as on one device", Verdict.FAILS)
+        lines = [line.strip().splitlines()[-1][-300:] for line in failure.lines[:MOST_LINES]]
+        yield Row(f"{failure.case!r}", "; ".join(lines), "as on one device", Verdict.FAILS)
     verdict = Verdict.FAILS if fuzzer.failures else Verdict.HOLDS
     yield Row(f"drawn from seed {first_seed}", str(fuzzer), "as on one device", verdict)
     for message, count in fuzzer.refusals.most_common(MOST_REFUSALS):

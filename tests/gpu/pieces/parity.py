@@ -18,6 +18,7 @@ from lightning_dist import (
     DDPStrategy,
     FSDPStrategy,
     MeshStrategy,
+    ParameterServerStrategy,
     PipelineStrategy,
     TensorParallelStrategy,
 )
@@ -68,11 +69,12 @@ ON_TWO: dict[str, Make] = {
     **STAGED,
     "ddp": DDPStrategy,
     "fsdp": FSDPStrategy,
+    "parameter server": ParameterServerStrategy,
     "tensor parallel": partial(TensorParallelStrategy, plan=PLAN),
     "mesh, 2 tensor-parallel ranks": partial(MeshStrategy, tp=2, tensor=TensorConfig(plan=PLAN)),
 }
 ORDINARY = partial(make_module, Synced)
-REPLICAS = {"ddp": 2, "fsdp": 2}
+REPLICAS = {"ddp": 2, "fsdp": 2, "parameter server": 2}
 REFUSED_OVER_GLOO = ("tensor parallel", "mesh, 2 tensor-parallel ranks")
 """On a GPU, where torch's all-gather of DTensors crashes the process (pytorch#152645)."""
 

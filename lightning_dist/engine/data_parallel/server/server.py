@@ -111,7 +111,9 @@ class ParameterServer:
         self._clocks[worker] += 1
         self._decide(worker, push.asked)
         self._record(Arrival("push", worker))
-        self._pushed[worker] = self._compensated(worker, push.gradients)
+        pairs = zip(push.gradients, self._shard.weights, strict=True)
+        gradients = [None if g is None else g.to(weight.device) for g, weight in pairs]
+        self._pushed[worker] = self._compensated(worker, gradients)
         if self._options.mode != "sync" or len(self._pushed) == len(self._clocks):
             # In the order of ranks, which the result must not depend on.
             pushed = [self._pushed[rank] for rank in sorted(self._pushed)]

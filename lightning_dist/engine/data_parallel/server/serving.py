@@ -19,6 +19,7 @@ from lightning_dist.engine.comms.channel import (
 )
 from lightning_dist.engine.comms.in_flight import CLOSE_SECONDS
 from lightning_dist.engine.data_parallel.server.messages import Reply
+from lightning_dist.engine.data_parallel.server.own_stream import OwnStream
 from lightning_dist.engine.data_parallel.server.server import ParameterServer
 
 
@@ -29,6 +30,7 @@ class Serving:
         server: The server.
         rank: Its rank, for errors.
         channels: From each worker, and back.
+        stream: What the threads compute on.
         outlives_workers: Whether the server goes on without a worker that is lost.
     """
 
@@ -37,12 +39,14 @@ class Serving:
         server: ParameterServer,
         rank: int,
         channels: Mapping[int, tuple[Receiver, Sender]],
+        stream: OwnStream,
         *,
         outlives_workers: bool,
     ) -> None:
         self._server = server
         self._rank = rank
         self._channels = channels
+        self._stream = stream
         self._outlives_workers = outlives_workers
         self._threads = [
             threading.Thread(
@@ -73,8 +77,9 @@ class Serving:
     def _serve(self, worker: int) -> None:
         receiver, sender = self._channels[worker]
         try:
-            while True:
-                sender.send(self._answer(worker, receiver.receive()))
+            with self._stream.entered():
+                while True:
+                    sender.send(self._answer(worker, receiver.receive()))
         except ChannelClosedError:
             return
         except PeerLostError:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_dist.engine.comms.channel import MemoryChannel, Receiver, Sender
+from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.data_parallel.server.messages import ServerOptions
+from lightning_dist.engine.data_parallel.server.own_stream import OwnStream
 from lightning_dist.engine.data_parallel.server.server import ParameterServer
 from lightning_dist.engine.data_parallel.server.serving import Serving
 from lightning_dist.engine.data_parallel.server.shard import Partition, ShardOptimizer
@@ -52,20 +53,24 @@ class ServerSession:
         self._serving: Serving | None = None
         self.server: ParameterServer | None = None
         there, back = groups
-        own = MemoryChannel(), MemoryChannel()
+        self._stream = OwnStream(device)
+        own = self._stream.channel(), self._stream.channel()
         if self._rank < options.num_servers:
             workers = range(dist.get_world_size())
             self._shard = ShardOptimizer(optimizer)
             self.server = ParameterServer(self._shard, options, workers)
             of_workers: dict[int, tuple[Receiver, Sender]] = {self._rank: own}
             for worker in set(workers) - {self._rank}:
-                # A worker's goodbye is no failure, whose cause would have to be awaited.
+                # A worker's goodbye is no failure, whose cause would have to be awaited. What it
+                # pushes goes to the device on the server's stream.
                 receiver = DistributedReceiver(
-                    there, worker, device, timeout_seconds=None, cause_seconds=0.0
+                    there, worker, torch.device("cpu"), timeout_seconds=None, cause_seconds=0.0
                 )
                 of_workers[worker] = receiver, DistributedSender(back, worker)
             outlives = options.mode == "async"
-            self._serving = Serving(self.server, self._rank, of_workers, outlives_workers=outlives)
+            self._serving = Serving(
+                self.server, self._rank, of_workers, self._stream, outlives_workers=outlives
+            )
         of_servers: list[tuple[Sender, Receiver]] = []
         for server in range(options.num_servers):
             if server == self._rank:
@@ -84,7 +89,8 @@ class ServerSession:
         self._follow()
         self.worker.is_open = True
         if self.server is not None:
-            self.server.open()
+            with self._stream.entered():
+                self.server.open()
 
     @property
     def own_values(self) -> list[dict[str, Any]] | None:
@@ -94,7 +100,9 @@ class ServerSession:
     def reload(self) -> None:
         """Takes the state that was loaded into the optimizer."""
         if self._shard is not None:
-            self._shard.reload(self._optimizer, self._partition.shards[self._rank])
+            self._stream.follow()
+            with self._stream.entered():
+                self._shard.reload(self._optimizer, self._partition.shards[self._rank])
         self._optimizer.state.clear()
 
     @contextmanager
@@ -126,5 +134,7 @@ class ServerSession:
     def _follow(self) -> None:
         self._partition.extend(self._optimizer)
         if self._shard is not None:
-            self._shard.follow(self._optimizer, self._partition.shards[self._rank])
+            self._stream.follow()
+            with self._stream.entered():
+                self._shard.follow(self._optimizer, self._partition.shards[self._rank])
         self._optimizer.state.clear()
