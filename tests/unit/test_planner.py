@@ -12,6 +12,7 @@ from lightning_dist import AutoStrategy, MeshStrategy
 from lightning_dist.__main__ import main
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.planning.search.layout import Layout
+from lightning_dist.engine.planning.search.machine import DEVICES, link_of
 from lightning_dist.strategies.mesh import arguments_of
 from recipes.gpt import GPT
 
@@ -45,6 +46,41 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "steps in budget" in printed
     assert "activations" in printed
     MeshStrategy.from_plan(str(out), timeout_s=7.0)
+
+
+def test_the_command_measures_on_a_gpu_if_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = WORDS.replace("--device a100", "--accelerator")
+    with pytest.raises(SystemExit):
+        main([*words.split(), "gpu"])
+    assert "--accelerator gpu: torch sees no GPU" in capsys.readouterr().err
+
+    def moved(module: torch.nn.Module, place: object) -> None:
+        raise ValueError(f"moved to {place}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(GPT, "to", moved)
+    with pytest.raises(SystemExit):
+        main([*words.split(), "auto"])
+    assert "moved to cuda" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # the CPU is where it is
+        main([*words.split(), "cpu"])
+    assert "moved to cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA Unknown", "l4"),  # PCIe
+    ],
+)
+def test_a_gpu_that_is_measured_has_its_links(name: str, device: str) -> None:
+    assert link_of(name) == DEVICES[device].link
 
 
 def test_arguments_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ SECONDS, ON_CPU_RUNS, SHRINK_SECONDS = 120.0, 4, 15.0
 MOST_REFUSALS, MOST_LINES = 4, 5
 
 
-class _Pool:
+class Pool:
     """Gives the device to ranks that know nothing of the setting."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -42,7 +42,7 @@ def drawn(setting: Setting) -> Iterator[Row]:
     exact_products()
     first_seed = int(time.time())
     with open_ranks(setting) as ranks:
-        fuzzer = Fuzzer(_Pool(ranks), Machine(setting.device, is_apart=True), SHRINK_SECONDS)
+        fuzzer = Fuzzer(Pool(ranks), Machine(setting.device, is_apart=True), SHRINK_SECONDS)
         runs = 10**6 if setting.is_gpu else ON_CPU_RUNS
         fuzzer.run(first_seed=first_seed, seconds=SECONDS, runs=runs)
     for failure in fuzzer.failures.values():

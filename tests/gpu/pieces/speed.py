@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,6 +44,7 @@ from tests.gpu.records import Row, Verdict
 from tests.gpu.setting import Setting
 
 GOAL = 0.98
+PLAIN_LOOP, FSDP_LOOP = "the plain compiled loop", "a plain FSDP2 loop with compiled layers"
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,28 @@ def plain_loop(
     return run
 
 
+def fsdp_loop(setting: Setting, sizes: Sizes) -> c.RunBatch:
+    """Returns the step of FSDP2 in a plain loop, with compiled layers, in bf16."""
+    device = setting.torch_device
+    net = sizes.build().to(device)
+    mesh = init_device_mesh(device.type, (1,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for layer in net:
+        layer.compile(backend=setting.compiler)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    loss_of = torch.compile(cross_entropy, backend=setting.compiler)
+
+    def run(x: Tensor, y: Tensor) -> None:
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        loss_of(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
 @dataclass(frozen=True)
 class Contest:
     """A fit beside a raw loop.
@@ -160,11 +185,13 @@ class Contest:
         make: Makes the fit's strategy.
         module: Makes its module.
         options: Makes more arguments of its Trainer.
+        raw: What the raw loop is called.
     """
 
     make: Callable[[], Any]
     module: Callable[..., L.LightningModule] = Trained
     options: Callable[[], dict[str, Any]] = dict
+    raw: str = PLAIN_LOOP
 
 
 def _single(setting: Setting) -> SingleDeviceStrategy:
@@ -260,19 +287,29 @@ def gpt(setting: Setting) -> Iterator[Row]:
         "our DDPStrategy, bf16-mixed": Contest(DDPStrategy, compiled, half),
         "our DDPStrategy, MixedPrecision": Contest(DDPStrategy, compiled, casts),
         "our FSDPStrategy(compile=True), MixedPrecision": Contest(
-            partial(FSDPStrategy, compile=True), partial(compiled, by_units=True), casts
+            partial(FSDPStrategy, compile=True),
+            partial(compiled, by_units=True),
+            casts,
+            FSDP_LOOP,
         ),
         "our PipelineStrategy, 1 stage, MixedPrecision": Contest(
             partial(PipelineStrategy, num_microbatches=1), compiled, casts
         ),
     }
-    # One loop for all, and no reset between them: what is compiled serves the next one too.
-    loop = functools.cache(partial(plain_loop, setting, sizes, compiled=True, half=True))
-    plain: list[float] = []
+    # One plain loop for all, and no reset: what is compiled serves the next one too.
+    loops = {
+        PLAIN_LOOP: functools.cache(
+            partial(plain_loop, setting, sizes, compiled=True, half=True),
+        ),
+        FSDP_LOOP: partial(fsdp_loop, setting, sizes),
+    }
+    times: dict[str, list[float]] = {name: [] for name in loops}
     for name, contest in contests.items():
-        yield attempt(name, partial(_gpt_row, name, setting, sizes, contest, loop, plain))
-    if plain:
-        yield Row("the plain compiled loop", _speed(setting, sizes, statistics.median(plain)))
+        given = name, setting, sizes, contest, loops[contest.raw], times[contest.raw]
+        yield attempt(name, partial(_gpt_row, *given))
+    for name, found in times.items():
+        if found:
+            yield Row(name, _speed(setting, sizes, statistics.median(found)))
     yield from _published(setting)
 
 
@@ -282,12 +319,12 @@ def _gpt_row(
     sizes: Sizes,
     contest: Contest,
     loop: Callable[[], c.RunBatch],
-    plain: list[float],
+    times: list[float],
 ) -> Row:
     turns = take_turns(setting, sizes, contest, loop).times
     (own, raw), ratio = turns.milliseconds(), statistics.median(turns.ratios())
-    plain.append(raw)
-    found = f"{_speed(setting, sizes, own)}; {ratio:.3f} x the plain compiled loop"
+    times.append(raw)
+    found = f"{_speed(setting, sizes, own)}; {ratio:.3f} x {contest.raw}"
     if not name.startswith("our"):
         return Row(name, found)
     return beside_goal(name, found, setting, ratio, GOAL)
