@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -47,7 +48,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(str(error))
     if not options.table:
-        run_all(console, names, setting, folder, 60 * options.minutes)
+        run_all(console, names, setting, folder, 60 * options.minutes, options.jobs)
     table = markdown(folder)
     (folder.path / "table.md").write_text(table + "\n", encoding="utf-8")
     console.rule(f"for docs/gpu.md; also in {folder.path / 'table.md'}")
@@ -57,26 +58,40 @@ def main() -> None:
 
 
 def run_all(
-    console: Console, names: list[str], setting: Setting, folder: Folder, seconds: float
+    console: Console,
+    names: list[str],
+    setting: Setting,
+    folder: Folder,
+    seconds: float,
+    num_jobs: int = 1,
 ) -> None:
-    """Runs pieces until the time is over; a later call does the rest."""
+    """Runs pieces until the time is over; a later call does the rest.
+
+    With several jobs, pieces that measure no time run at once, ahead of the others.
+    """
     end = time.monotonic() + seconds
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         whole = progress.add_task(f"{len(names)} pieces", total=len(names))
-        for name in names:
+
+        def run(name: str) -> None:
             limit = min(PIECES[name].limit_seconds, end - time.monotonic())
             if limit <= 0:
-                progress.console.print("The time is over. Call again for the rest.")
-                break
+                progress.console.print(f"The time is over. Call again for {name}.")
+                return
             task = progress.add_task(name, total=limit)
-            began = time.monotonic()
-
-            watch = partial(show, progress, task, name, began)
+            watch = partial(show, progress, task, name, time.monotonic())
             record = run_piece(name, setting, folder, limit, watch)
             progress.remove_task(task)
             progress.advance(whole)
             print_record(progress.console, record)
+
+        together = [n for n in names if num_jobs > 1 and not PIECES[n].is_timed]
+        with ThreadPoolExecutor(num_jobs) as pool:
+            list(pool.map(run, together))
+        for name in names:
+            if name not in together:
+                run(name)
 
 
 def show(progress: Progress, task: TaskID, name: str, began: float, record: Record | None) -> None:
@@ -109,6 +124,9 @@ def parser() -> argparse.ArgumentParser:
         "--only", action="append", default=[], metavar="PIECE", help="may be given several times"
     )
     made.add_argument("--again", action="store_true", help="also what has run; by default the rest")
+    made.add_argument(
+        "--jobs", type=int, default=1, help="pieces at once, of those that measure no time"
+    )
     made.add_argument("--minutes", type=float, default=30.0, help="after which no piece begins")
     transports = get_args(Transport)
     made.add_argument("--transport", choices=transports, default="auto", help="of two ranks")
