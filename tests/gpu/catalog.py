@@ -42,7 +42,9 @@ class Piece:
 
 PIECES: Mapping[str, Piece] = MappingProxyType(
     {
-        "two_ranks": Piece("whether NCCL takes two ranks on one GPU", two_ranks.nccl, 150, is_timed=True),
+        "two_ranks": Piece(
+            "whether NCCL takes two ranks on one GPU", two_ranks.nccl, 150, is_timed=True
+        ),
         "parity_1": Piece("each strategy on one rank beside one device", parity.one_rank, 240),
         "parity_2": Piece("each strategy on two ranks beside one device", parity.two_ranks, 300),
         "drawn": Piece("runs drawn at random beside one device", drawn.drawn, 240),
@@ -56,9 +58,13 @@ PIECES: Mapping[str, Piece] = MappingProxyType(
             420,
             is_timed=True,
         ),
-        "speed": Piece("a small GPT at one rank beside a raw loop", speed.small, 240, is_timed=True),
+        "speed": Piece(
+            "a small GPT at one rank beside a raw loop", speed.small, 240, is_timed=True
+        ),
         "memory": Piece("peak memory beside the planner's prediction", memory.planner, 180),
-        "profiler": Piece("StepProfiler: its times, MFU and overhead", profiling.profiler, 150, is_timed=True),
+        "profiler": Piece(
+            "StepProfiler: its times, MFU and overhead", profiling.profiler, 150, is_timed=True
+        ),
         "half": Piece("bf16 and fp16 beside a plain loop", numerics.half_precision, 240),
         "compiled": Piece(
             "torch.compile of layers and stages under each schedule", compiled.compiled, 400
@@ -71,6 +77,8 @@ PIECES: Mapping[str, Piece] = MappingProxyType(
         "offload": Piece("shards on the host: weights and bytes", memory.offload, 120),
         "batch_norm": Piece("SyncBatchNorm over two replicas", numerics.batch_norm, 90),
         "deterministic": Piece("deterministic mode, twice", numerics.deterministic, 150),
-        "checkpoints": Piece("times of saves and loads", checkpoints.checkpoints, 180, is_timed=True),
+        "checkpoints": Piece(
+            "times of saves and loads", checkpoints.checkpoints, 180, is_timed=True
+        ),
     }
 )
