@@ -39,6 +39,7 @@ from lightning_dist.engine.data_parallel.server.session import ServerSession
 from lightning_dist.engine.data_parallel.server.stops import Decisions, ServerDecision, ServerStop
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
 from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
@@ -243,7 +244,9 @@ class ParameterServerStrategy(DataParallelStrategy):
             state = super().optimizer_state(optimizer)
             if not self._has_servers or not dist.is_initialized() or not self.is_running:
                 return state
-            part, group = (state["state"], self._own_values), self.world_group
+            # From the host: a pickled tensor of a GPU would go to the GPU of that number.
+            part = map_tensors(Tensor.cpu, (state["state"], self._own_values))
+            group = self.world_group
             parts: list[Any] = [None] * dist.get_world_size(group)
             dist.gather_object(part, parts if self.is_global_zero else None, dst=0, group=group)
         if not self.is_global_zero:

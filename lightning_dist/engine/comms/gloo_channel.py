@@ -144,7 +144,7 @@ class DistributedReceiver(Receiver):
     Args:
         group: The communicator of this direction.
         peer: Global rank of the sender.
-        device: Device of the received tensors.
+        device: Device of the received tensors, but for those that were sent from the host.
         timeout_seconds: How long :meth:`receive` waits; None waits for ever.
         cause_seconds: How long :meth:`receive` waits for :meth:`interrupt` to bring the cause when
             the sender is gone.
@@ -200,7 +200,9 @@ class DistributedReceiver(Receiver):
         header = read_header(memory)
         if header.kind is PacketKind.TREE:
             tensors = [
-                host.to(self._device).requires_grad_(info.requires_grad)
+                (host if info.is_on_host else host.to(self._device)).requires_grad_(
+                    info.requires_grad
+                )
                 for info, host in zip(self._layout.infos, self._layout.tensors(memory), strict=True)
             ]
             self._arrivals.put(Message(unflatten(tensors, self._skeleton), header.tag))

@@ -116,7 +116,7 @@ class P2PReceiver(Receiver):
     Args:
         group: The communicator of this direction and use; its members are the two ranks.
         peer: Global rank of the sender.
-        device: Device of the tensors.
+        device: Device of the tensors; those that were sent from the host come back there.
         timeout_seconds: How long :meth:`receive` waits; None waits for ever. On an accelerator
             the group's own timeout counts.
         control: Channel from the same rank, for schemas.
@@ -152,10 +152,12 @@ class P2PReceiver(Receiver):
             if key is not None:
                 self._schemas[key] = schema
         skeleton, infos = schema
-        tensors = self._intake.take(lambda: self._post(infos))
-        for tensor, info in zip(tensors, infos, strict=True):
-            tensor.requires_grad_(info.requires_grad)
-        return unflatten(list(tensors), skeleton)
+        taken = self._intake.take(lambda: self._post(infos))
+        tensors = [
+            (tensor.cpu() if info.is_on_host else tensor).requires_grad_(info.requires_grad)
+            for tensor, info in zip(taken, infos, strict=True)
+        ]
+        return unflatten(tensors, skeleton)
 
     @override
     def interrupt(self, error: BaseException) -> None:

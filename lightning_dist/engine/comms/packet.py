@@ -33,11 +33,13 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    is_on_host: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
         """Creates the info of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        is_on_host = tensor.device.type == "cpu"
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_on_host)
 
     @property
     def num_bytes(self) -> int:

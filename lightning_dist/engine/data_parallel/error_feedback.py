@@ -111,6 +111,8 @@ class Int8(ErrorFeedback):
         work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
 
         def send_mean(_: object) -> Tensor:
+            if padded.is_cuda:  # here another stream is current, and the backward goes on
+                padded.record_stream(torch.cuda.current_stream(padded.device))
             mean = _restored(received, flat.dtype).sum(0)
             message = _quantised(mean)
             padded[rank] += mean - _restored(message, flat.dtype)

@@ -90,34 +90,44 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     # Not `torch.manual_seed`: without CUDA it formats a stack trace at each call.
     if device.type != "cuda":
         return [torch.default_generator]
+    torch.cuda.init()  # else there are no generators yet
     index = torch.cuda.current_device() if device.index is None else device.index
     return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
-def share_random_state(group: dist.ProcessGroup) -> None:
-    """Broadcasts the first rank's random states. Collective: all ranks of a gloo group call it."""
+def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Broadcasts the first rank's random states. Collective: all ranks of a gloo group call it.
+
+    Args:
+        group: The ranks.
+        device: This rank's device, whose generator is shared beside the CPU's.
+    """
     if dist.get_world_size(group) == 1:
         return
-    states = random_states()
+    states = random_states(device)
     dist.broadcast_object_list(states, group_src=0, group=group)
-    set_random_states(states)
+    set_random_states(states, device)
 
 
 @contextmanager
-def first_ranks_numbers(group: dist.ProcessGroup) -> Iterator[None]:
+def first_ranks_numbers(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
     """Lets all ranks of a gloo group draw the first rank's numbers, as while a model is built.
 
     Collective: every rank of the group must enter it. Afterwards a rank whose random states
     differed from the first rank's has its own.
+
+    Args:
+        group: The ranks.
+        device: This rank's device, on which Lightning builds a model late.
     """
-    own = random_states()
-    share_random_state(group)
-    were_alike = pickle.dumps(random_states()) == pickle.dumps(own)
+    own = random_states(device)
+    share_random_state(group, device)
+    were_alike = pickle.dumps(random_states(device)) == pickle.dumps(own)
     try:
         yield
     finally:
         if not were_alike:
-            set_random_states(own)
+            set_random_states(own, device)
 
 
 class RandomStream:

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_dist.engine.tensors.patch import Undo
+from lightning_dist.engine.tensors.tree import map_tensors
 
 
 class GroupGather:
@@ -31,7 +32,7 @@ class GroupGather:
 
     Args:
         gather: The function that gathers, by default torchmetrics' own.
-        group: The ranks, where the metric itself has no process group.
+        group: The ranks, a gloo group, where the metric itself has no process group.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class GroupGather:
 
     def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:
         """Returns the state of each rank."""
-        return self._gather(result, group=self._group if group is None else group)
+        if group is not None or self._group is None:
+            return self._gather(result, group=group)
+        return [each.to(result.device) for each in self._gather(result.cpu(), group=self._group)]
 
     def __deepcopy__(self, memo: object) -> GroupGather:
         """Returns itself."""
@@ -106,7 +109,7 @@ class StageMetrics:
         for metric in module.modules():
             if isinstance(metric, Metric):
                 self._originals.append((metric, metric.compute))
-                metric.compute = self._shared(metric.compute)  # type: ignore[method-assign]
+                metric.compute = self._shared(metric)  # type: ignore[method-assign]
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -124,12 +127,18 @@ class StageMetrics:
         self._originals.clear()
         self._undo()
 
-    def _shared(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def _shared(self, metric: Metric) -> Callable[..., Any]:
+        compute = metric.compute
+
         def shared_compute(*args: Any, **kwargs: Any) -> Any:
             if self._in_step:
                 return compute(*args, **kwargs)
-            value = [compute(*args, **kwargs) if self._is_source else None]
-            dist.broadcast_object_list(value, src=self._source, group=self._pipeline_group)
-            return value[0]
+            value = compute(*args, **kwargs) if self._is_source else None
+            # From the host: a pickled tensor of a GPU would go to the GPU of that number.
+            sent = [map_tensors(Tensor.cpu, value)]
+            dist.broadcast_object_list(sent, src=self._source, group=self._pipeline_group)
+            if self._is_source:
+                return value
+            return map_tensors(lambda tensor: tensor.to(metric.device), sent[0])
 
         return shared_compute

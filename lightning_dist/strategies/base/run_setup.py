@@ -106,7 +106,7 @@ class RunSetup(LayoutFreeCheckpoints):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Runs ``configure_model`` with rank 0's random numbers, whatever it keeps of them."""
-        with first_ranks_numbers(self.world_group):
+        with first_ranks_numbers(self.world_group, self.root_device):
             yield
 
     @property

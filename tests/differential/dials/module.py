@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -112,7 +113,11 @@ class Task(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self._build()
+            entry = STRATEGIES[self.case.strategy]
+            # Shards are filled with the CPU's numbers, where one device would draw its own.
+            is_deferred = entry.is_sharded or entry.is_spread
+            with torch.device("cpu") if is_deferred else nullcontext():
+                self._build()
             if self.case.precision == "double":
                 self.double()
 

@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -13,10 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_dist.engine.comms import gloo_channel
 from lightning_dist.engine.comms.channel import ChannelClosedError
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
+from lightning_dist.engine.comms.packet import TensorInfo
 from lightning_dist.engine.pipeline.connect import connect
 from tests.helpers.processes.workers import WorkerPool
 
@@ -118,6 +121,29 @@ def exchange() -> None:
 @pytest.mark.parametrize("run", [exchange, exchange_late])
 def test_messages_come_whole_and_in_order(workers: WorkerPool, run: Callable[[], None]) -> None:
     workers.run(2, run)
+
+
+def exchange_of_two_devices() -> None:
+    """With a receiver on a device that stands for a GPU, to which only some tensors belong."""
+    dist.init_process_group("gloo")
+    group = dist.new_group(timeout=timedelta(days=1))
+    if dist.get_rank() == 0:
+        own = TensorInfo.of
+
+        def as_on_a_gpu(tensor: Tensor) -> TensorInfo:
+            return replace(own(tensor), is_on_host=tensor.dtype == torch.int64)
+
+        with mock.patch.object(TensorInfo, "of", as_on_a_gpu):
+            DistributedSender(group, 1).send({"x": torch.ones(3), "lengths": torch.arange(3)})
+    else:
+        found = DistributedReceiver(group, 0, torch.device("meta"), timeout_seconds=5.0).receive()
+        assert found["x"].is_meta
+        assert found["lengths"].tolist() == [0, 1, 2]
+    dist.barrier()
+
+
+def test_what_is_sent_from_the_host_stays_there(workers: WorkerPool) -> None:
+    workers.run(2, exchange_of_two_devices)
 
 
 def refuse(text: str) -> Any:

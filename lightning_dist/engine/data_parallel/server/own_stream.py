@@ -6,8 +6,8 @@ for other workers, and those for the server.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,10 +33,17 @@ class OwnStream:
         """Returns a context manager in which this thread computes on the stream."""
         return nullcontext() if self._streams is None else self._streams.stream(self._own)
 
-    def follow(self) -> None:
-        """Lets what is put on the stream from now on wait for the caller's stream."""
-        if self._streams is not None and self._own is not None:
-            self._own.wait_stream(self._streams.current_stream(self._device))
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Enters the stream for work between what the caller has put on its own stream and will."""
+        if self._streams is None or self._own is None:
+            yield
+            return
+        callers = self._streams.current_stream(self._device)
+        self._own.wait_stream(callers)
+        with self.entered():
+            yield
+        callers.wait_stream(self._own)
 
     def channel(self) -> MemoryChannel:
         """Creates a channel between threads of this process, where one is on the stream."""
@@ -66,5 +73,6 @@ class _SettledChannel(MemoryChannel):
         tree = super().receive(tag=tag, key=key)
         current = self._streams.current_stream(self._device)
         for tensor in flatten(tree)[0]:
-            tensor.record_stream(current)  # else its memory is used again on the sender's stream
+            if tensor.device.type == self._device.type:  # a group may have tensors on the host
+                tensor.record_stream(current)  # else its memory is used again by the sender
         return tree

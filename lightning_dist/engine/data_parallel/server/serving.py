@@ -85,10 +85,15 @@ class Serving:
         except PeerLostError:
             if self._outlives_workers:
                 self._server.lose(worker)
+        except Exception as error:  # else the worker would wait for ever
+            sender.send(self._failed(error))
 
     def _answer(self, worker: int, request: object) -> Reply:
         try:
             return self._server.answer(worker, request)  # type: ignore[arg-type]
         except Exception as error:  # each worker must learn of it
-            text = f"The server of rank {self._rank} failed: {type(error).__name__}: {error}"
-            return Reply([], failure=self._server.fail(text))
+            return self._failed(error)
+
+    def _failed(self, error: Exception) -> Reply:
+        text = f"The server of rank {self._rank} failed: {type(error).__name__}: {error}"
+        return Reply([], failure=self._server.fail(text))

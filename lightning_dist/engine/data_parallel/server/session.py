@@ -89,7 +89,7 @@ class ServerSession:
         self._follow()
         self.worker.is_open = True
         if self.server is not None:
-            with self._stream.entered():
+            with self._stream.in_turn():
                 self.server.open()
 
     @property
@@ -100,8 +100,7 @@ class ServerSession:
     def reload(self) -> None:
         """Takes the state that was loaded into the optimizer."""
         if self._shard is not None:
-            self._stream.follow()
-            with self._stream.entered():
+            with self._stream.in_turn():
                 self._shard.reload(self._optimizer, self._partition.shards[self._rank])
         self._optimizer.state.clear()
 
@@ -134,7 +133,6 @@ class ServerSession:
     def _follow(self) -> None:
         self._partition.extend(self._optimizer)
         if self._shard is not None:
-            self._stream.follow()
-            with self._stream.entered():
+            with self._stream.in_turn():
                 self._shard.follow(self._optimizer, self._partition.shards[self._rank])
         self._optimizer.state.clear()

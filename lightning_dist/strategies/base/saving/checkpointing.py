@@ -43,7 +43,7 @@ from lightning_dist.engine.checkpoint.saved_names import sharding_what_is_loaded
 from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor
-from lightning_dist.engine.tensors.tree import map_leaves
+from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.base.loaders.loader_states import (
     keep_loader_states,
     take_loader_states,
@@ -300,12 +300,13 @@ class LayoutFreeCheckpoints(AsyncSaving):
         keep = not any(index for axis, index in place.items() if axis not in merged)
         names = (*checkpoints.SECTIONS, *checkpoints.OPTIMIZERS)
         whole = {key: gather(checkpoint[key], keep=keep) for key in names if key in checkpoint}
+        if is_sent := dist.is_initialized() and (self.mesh.pp > 1 or self.replicas_step_alone):
+            whole = map_tensors(Tensor.cpu, whole)  # else it would come to a GPU of that number
         part = {**checkpoint, **whole} if keep else None
         if keep and place["dp_replicate"] > 0:  # the other entries are the first replica's, too
-            own = {key: whole[key] for key in checkpoints.OPTIMIZERS if key in whole}
-            part = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, own)
+            part = {key: whole[key] for key in checkpoints.OPTIMIZERS if key in whole}
         parts: list[Any] = [part]
-        if dist.is_initialized() and (self.mesh.pp > 1 or self.replicas_step_alone):
+        if is_sent:
             parts = [None] * self.world_size
             gathered = parts if self.is_global_zero else None
             dist.gather_object(part, gathered, dst=0, group=self.world_group)

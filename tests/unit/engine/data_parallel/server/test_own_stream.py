@@ -31,8 +31,14 @@ class NotedStreams:
         return getattr(self._current, "name", "default")
 
     def Stream(self, device: torch.device) -> SimpleNamespace:  # noqa: N802
-        wait = lambda other: self.notes.append(f"own waits for {other.name}")  # noqa: E731
-        return SimpleNamespace(name="own", wait_stream=wait)
+        return self._stream("own")
+
+    def _stream(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name,
+            synchronize=lambda: self.notes.append(f"{name} is awaited"),
+            wait_stream=lambda other: self.notes.append(f"{name} waits for {other.name}"),
+        )
 
     @contextmanager
     def stream(self, stream: SimpleNamespace) -> Iterator[None]:
@@ -41,10 +47,7 @@ class NotedStreams:
         self._current.name = before
 
     def current_stream(self, device: torch.device) -> SimpleNamespace:
-        name = self.name
-        return SimpleNamespace(
-            name=name, synchronize=lambda: self.notes.append(f"{name} is awaited")
-        )
+        return self._stream(self.name)
 
 
 @pytest.fixture
@@ -75,24 +78,43 @@ def test_threads_answer_on_the_own_stream_and_settle_what_they_send(streams: Not
     serving.close(failed=False)
 
 
-def test_the_stream_follows_its_caller(streams: NotedStreams) -> None:
-    OwnStream(GPU).follow()
-    assert streams.notes == ["own waits for default"]
+def test_a_worker_learns_of_whatever_ends_its_thread() -> None:
+    class Broken(MemoryChannel):
+        def receive(self, **_: object) -> object:
+            raise NotImplementedError("no kernel for this")
+
+    class Server:
+        def fail(self, text: str) -> str:
+            return text
+
+    stream, answered = OwnStream(torch.device("cpu")), MemoryChannel()
+    channels = {0: (Broken(), answered)}
+    serving = Serving(Server(), 3, channels, stream, outlives_workers=False)  # type: ignore[arg-type]
+    failure = answered.receive().failure
+    assert failure == "The server of rank 3 failed: NotImplementedError: no kernel for this"
+    serving.close(failed=True)
+
+
+def test_work_in_turn_comes_behind_the_callers_and_ahead_of_it(streams: NotedStreams) -> None:
+    with OwnStream(GPU).in_turn():
+        streams.notes.append(f"works on {streams.name}")
+    assert streams.notes == ["own waits for default", "works on own", "default waits for own"]
 
 
 def test_what_is_received_is_kept_for_the_receivers_stream(
     streams: NotedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept: list[str] = []
-    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: kept.append(stream.name))
-    channel = OwnStream(GPU).channel()
-    channel.send([torch.ones(2), torch.ones(3)])
+    kept: list[tuple[int, str]] = []
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda tensor, stream: kept.append((len(tensor), stream.name))
+    )
+    channel = OwnStream(torch.device("meta")).channel()  # stands for a GPU with tensors on it
+    channel.send([torch.ones(2, device="meta"), torch.ones(3)])
     channel.receive()
-    assert kept == ["default", "default"]
+    assert kept == [(2, "default")]  # nothing but a GPU's memory belongs to a stream
 
 
 def test_a_cpu_has_no_streams() -> None:
     stream = OwnStream(torch.device("cpu"))
-    stream.follow()
-    with stream.entered():
+    with stream.in_turn(), stream.entered():
         assert type(stream.channel()) is MemoryChannel
