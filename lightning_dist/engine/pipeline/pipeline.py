@@ -294,13 +294,16 @@ class Pipeline:
             with self._loss_weights.as_mean(parameter, gradient):
                 add_with_hooks(parameter, gradient)
         if is_complete and not completes_early:
-            # A dict, for stages of one rank may share a parameter.
-            own = {id(p): p.grad for s in self.stages.values() for p in s.layers.parameters()}
-            self._loss_weights.divide(grad for grad in own.values() if grad is not None)
+            self._loss_weights.divide(self._own_gradients())
         if reduce is not None and self._due is not None:
             action = replace(self._due, kind=ActionKind.REDUCE_GRAD)
             with self.recorder.span(SpanKind.COMMUNICATION, action):
                 reduce()
+
+    def _own_gradients(self) -> Iterator[Tensor]:
+        # A dict, for stages of one rank may share a parameter.
+        own = {id(p): p.grad for s in self.stages.values() for p in s.layers.parameters()}
+        yield from (gradient for gradient in own.values() if gradient is not None)
 
     def _shared_parameters(self) -> set[nn.Parameter]:
         # Parameters, not names: two stages may name the same one.

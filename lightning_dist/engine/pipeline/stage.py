@@ -313,7 +313,7 @@ class Stage:
             update: Index of the update; the optimizer's writes must come next.
         """
         staleness, discrepancy = self.meter.measure(
-            update, self.policy.num_steps, self.named_parameters()
+            update, self.policy.num_steps, self.named_parameters
         )
         self.policy.before_step()
         self.report = UpdateReport(staleness, self.policy.stash_bytes, discrepancy)

@@ -76,14 +76,14 @@ class StalenessMeter:
             self._release(version)
 
     def measure(
-        self, update: int, num_steps: int, parameters: Mapping[str, nn.Parameter]
+        self, update: int, num_steps: int, parameters: Callable[[], Mapping[str, nn.Parameter]]
     ) -> tuple[int, float | None]:
         """Measures an update's staleness, right before the optimizer writes.
 
         Args:
             update: Index of the update.
             num_steps: Updates that the parameters have seen.
-            parameters: The stage's trainable parameters, by name.
+            parameters: Returns the stage's trainable parameters, by name.
 
         Returns:
             The staleness in updates, and the discrepancy.
@@ -96,7 +96,7 @@ class StalenessMeter:
         discrepancy = 0.0
         if staleness:
             oldest = min(kept, key=lambda version: version.index)
-            discrepancy = _discrepancy(oldest.seen, parameters)
+            discrepancy = _discrepancy(oldest.seen, parameters())
         for version in kept:
             self._release(version)
         return staleness, discrepancy

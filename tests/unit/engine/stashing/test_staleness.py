@@ -203,18 +203,18 @@ def test_the_oldest_version_of_an_update_counts() -> None:
         copies = {"weight": torch.tensor([3.0, float(index)])}
         meter.end_backward(WeightVersion(index, copies=copies), 7)
     assert not released
-    assert meter.measure(7, 5, {"weight": weight}) == (3, pytest.approx(2 / 5))
+    assert meter.measure(7, 5, lambda: {"weight": weight}) == (3, pytest.approx(2 / 5))
     assert len(released) == 3
     meter.end_backward(WeightVersion(5), 8)
     meter.clear()
-    assert meter.measure(8, 6, {"weight": weight}) == (0, 0.0)
+    assert meter.measure(8, 6, lambda: {"weight": weight}) == (0, 0.0)
     assert meter.history == (3, 0)
 
 
 def test_a_stage_without_parameters_has_not_moved() -> None:
     meter = StalenessMeter(lambda _: None, measures_discrepancy=True)
     meter.end_backward(WeightVersion(0), 0)
-    assert meter.measure(0, 2, {}) == (2, 0.0)
+    assert meter.measure(0, 2, dict) == (2, 0.0)
 
 
 def test_versions_are_released_at_once_where_nobody_compares() -> None:
