@@ -6,6 +6,7 @@ batch, and the links between the ranks. Rank 0 searches all layouts, and all ran
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections import Counter
@@ -218,6 +219,7 @@ class AutoStrategy(MeshStrategy):
                 ratios[mesh] = None
             else:
                 ratios[mesh] = taken / plan.estimate.seconds_with_batch
+            gc.collect()  # copies of the module are in cycles, and would fill the device
         return ratios
 
     def _costs(self, batch: Any, machine: Machine) -> ModelCosts:
@@ -243,6 +245,7 @@ class AutoStrategy(MeshStrategy):
             costs = measurement.costs(self.module, batch)
         self.precision_plugin.teardown()
         self.module.to("cpu")
+        gc.collect()  # as below
         mean = averaged([each for each in gather_objects(costs, self.world_group) if each])
         return mean if self._read == "first" else replace(mean, sample_bytes=0.0)
 

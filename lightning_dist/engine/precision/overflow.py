@@ -171,7 +171,8 @@ def are_finite(gradients: Iterable[Tensor]) -> bool:
 
 def _finite(gradients: Iterable[Tensor]) -> Tensor | None:
     votes = [local_part(gradient).isfinite().all() for gradient in gradients]
-    return torch.stack(votes).all() if votes else None
+    # Gradients of offloaded shards are on the host, and those of whole parameters are not.
+    return torch.stack([vote.to(votes[0].device) for vote in votes]).all() if votes else None
 
 
 def _vote(gradients: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.sharding.wrap import Unit
@@ -301,7 +301,12 @@ def _shard_dim(parameter: nn.Parameter) -> Shard | None:
 
 @torch.no_grad()
 def fill(
-    root: nn.Module, names: Iterable[str], value_of: Callable[[str], Tensor], device: torch.device
+    root: nn.Module,
+    names: Iterable[str],
+    value_of: Callable[[str], Tensor],
+    device: torch.device,
+    *,
+    offloaded: bool = False,
 ) -> None:
     """Fills tensors on the meta device with values; each rank keeps its shards only.
 
@@ -310,6 +315,7 @@ def fill(
         names: Names of the parameters and buffers to fill.
         value_of: Returns a whole tensor by name, the same on all ranks, and only one at a time.
         device: Device of the buffers.
+        offloaded: Whether shards are in host memory.
     """
     places: dict[nn.Parameter, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -320,7 +326,10 @@ def fill(
         if old is None:
             set_attribute(root, name, value_of(name).to(device, root.get_buffer(name).dtype))
             continue
-        made = replacement(old, shard_like(value_of(name).to(old.dtype), old))
+        values = shard_like(value_of(name).to(old.dtype), old)
+        if offloaded and isinstance(values, DTensor):  # FSDP2 looks at the device of the DTensor
+            values = values.cpu()
+        made = replacement(old, values)
         for place in places[old]:  # a tied parameter stays one
             set_attribute(root, place, made)
 

@@ -215,7 +215,7 @@ class ShardedPlacement(LocalReplicas):
         present = [t for t in state if not t.is_meta and not is_dtensor(t)]
         broadcast_state(present, self.device_group(*self.mesh.sizes))
         sharded = self._composed()
-        self._deferred.fill(self.module, self.root_device)
+        self._deferred.fill(self.module, self.root_device, offloaded=self._is_offloaded)
         if sharded.split is not None:  # sharding has replaced the parameters
             tie_again(sharded.split.layers, sharded.split.ties)
         early.forget_present()
@@ -234,9 +234,13 @@ class ShardedPlacement(LocalReplicas):
         is_whole = self.replicates(self.mesh)
         return not is_whole and axis(self.mesh_of_ranks, *self.gradient_axes) is not None
 
+    @property
+    def _is_offloaded(self) -> bool:
+        return self._shard_config.offload == "cpu"
+
     @override
     def model_to_device(self) -> None:
-        self.sharded.move(self.root_device, offloaded=self._shard_config.offload == "cpu")
+        self.sharded.move(self.root_device, offloaded=self._is_offloaded)
 
     def parallelism(self, shape: MeshShape) -> Parallelism:
         """Returns the parallelism that the arguments and the precision ask for."""

@@ -64,8 +64,26 @@ def warm_up(setting: Setting) -> None:
         torch.cuda.synchronize()
 
 
+class BuiltLate(Trained):
+    """Builds its model in ``configure_model``, where strategies may defer that."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self._sizes = sizes
+        self.model = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("cpu"):
+                self.model = self._sizes.build()
+
+
 def train(
-    setting: Setting, strategy: Any, count: int, *callbacks: L.Callback
+    setting: Setting,
+    strategy: Any,
+    count: int,
+    *callbacks: L.Callback,
+    module_class: type[Trained] = Trained,
 ) -> tuple[DeviceBytes, dict[str, Tensor]]:
     """Trains the GPT; returns the bytes on the device, and this rank's parameters on the CPU."""
     gc.collect()
@@ -73,7 +91,7 @@ def train(
     sizes, watch = sizes_of(setting), DeviceBytes(setting)
     options = {"callbacks": [*callbacks, watch], "limit_val_batches": 0, "max_epochs": 1}
     trainer = trainer_of(setting, strategy, count, **options)
-    module = Trained(sizes)
+    module = module_class(sizes)
     torch.manual_seed(1)  # the same batches
     trainer.fit(module, loader_of(setting, sizes, BATCHES))
     return watch, {name: value.cpu() for name, value in state_of(module).items()}
@@ -148,7 +166,10 @@ def recompute(setting: Setting) -> Iterator[Row]:
 def offload(setting: Setting) -> Iterator[Row]:
     """Trains with shards on the host beside training with all on the device."""
     with open_ranks(setting) as ranks:
-        yield from _beside_plain(ranks, 'FSDPStrategy(offload="cpu")', {"offload": "cpu"})
+        options = {"offload": "cpu"}
+        yield from _beside_plain(ranks, 'FSDPStrategy(offload="cpu")', options)
+        what = 'FSDPStrategy(offload="cpu"), built late: weights'
+        yield measured(ranks, what, 1, compare_weights, options, BuiltLate)
 
 
 def _beside_plain(ranks: Ranks, what: str, options: dict[str, Any]) -> Iterator[Row]:
@@ -159,9 +180,11 @@ def _beside_plain(ranks: Ranks, what: str, options: dict[str, Any]) -> Iterator[
     yield measured(ranks, f"{what}: bytes on the device", 1, compare_bytes, options)
 
 
-def compare_weights(setting: Setting, what: str, options: dict[str, Any]) -> Row:
+def compare_weights(
+    setting: Setting, what: str, options: dict[str, Any], module_class: type[Trained] = Trained
+) -> Row:
     _, plain = train(setting, FSDPStrategy(), 1)
-    _, found = train(setting, FSDPStrategy(**options), 1)
+    _, found = train(setting, FSDPStrategy(**options), 1, module_class=module_class)
     return within(what, max(float((found[n] - plain[n]).abs().max()) for n in plain), EQUAL)
 
 

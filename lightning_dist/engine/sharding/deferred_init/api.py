@@ -93,16 +93,21 @@ class DeferredModel:
         # A stage may have a tied tensor under a later name.
         self._tensors = named_tensors(module, every_name=True)
 
-    def fill(self, module: nn.Module, device: torch.device) -> None:
+    def fill(self, module: nn.Module, device: torch.device, *, offloaded: bool = False) -> None:
         """Fills a module with its values; each rank keeps its shards.
 
         Args:
             module: The module that :meth:`look_at` was called with, now sharded.
             device: Device of the buffers.
+            offloaded: Whether shards are in host memory.
         """
         tape, tensors = self._tape, self._tensors
         self._tape, self._tensors = None, {}
         if tape is None:
             return
         deferred = [n for n in named_tensors(module) if n in tensors and tensors[n].is_meta]
-        fill(module, deferred, lambda name: tape.materialize(tensors[name]), device)
+
+        def value_of(name: str) -> Tensor:
+            return tape.materialize(tensors[name])
+
+        fill(module, deferred, value_of, device, offloaded=offloaded)

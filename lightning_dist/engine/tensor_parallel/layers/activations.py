@@ -143,19 +143,24 @@ def add_up_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> No
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for dtype, group in by_dtype.items():
+        missing = [index for index, p in enumerate(group) if p.grad is None]
         own = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
-        counts = torch.tensor([p.grad is not None for p in group], dtype=dtype)
-        parts = [*(local_part(gradient) for gradient in own), counts.to(local_part(own[0]).device)]
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        flat = flat.to(mesh.device_type)  # gradients of offloaded shards are in host memory
+        # Not a tensor of a list, whose copy to an accelerator the host would wait for.
+        counts = torch.ones(len(group), dtype=dtype, device=mesh.device_type)
+        for index in missing:
+            counts[index] = 0
+        parts = [*(local_part(gradient) for gradient in own), counts]
+        # Gradients of offloaded shards are in host memory.
+        flat = torch.cat([part.reshape(-1).to(mesh.device_type) for part in parts])
         dist.all_reduce(flat, group=mesh.get_group())
         *sums, counted = flat.split([part.numel() for part in parts])
         for parameter, gradient, part, summed in zip(group, own, parts, sums, strict=False):
             part.copy_(summed.view_as(part))
             parameter.grad = gradient
-        for parameter, count in zip(group, counted.tolist(), strict=True):
-            if not count:
-                parameter.grad = None
+        if missing:
+            for parameter, count in zip(group, counted.tolist(), strict=True):
+                if not count:
+                    parameter.grad = None
 
 
 def _cross(x: Tensor, mesh: DeviceMesh, there: Redistribution) -> Tensor:

@@ -302,7 +302,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
         whole = {key: gather(checkpoint[key], keep=keep) for key in names if key in checkpoint}
         if is_sent := dist.is_initialized() and (self.mesh.pp > 1 or self.replicas_step_alone):
             whole = map_tensors(Tensor.cpu, whole)  # else it would come to a GPU of that number
-        part = {**checkpoint, **whole} if keep else None
+        part = ({**checkpoint, **whole} if self.is_global_zero else whole) if keep else None
         if keep and place["dp_replicate"] > 0:  # the other entries are the first replica's, too
             part = {key: whole[key] for key in checkpoints.OPTIMIZERS if key in whole}
         parts: list[Any] = [part]

@@ -54,6 +54,7 @@ _ROUNDS, _REPEATS = 5, 2
 _FIRST_RUNS, _RUNS = 2, 5  # of sums; the first ones touch memory
 _LAUNCH_SECONDS = 4e-6  # of an operation on a GPU
 _MOST_SIZES = 8
+_USABLE_ON_GPU = 0.92  # the rest is for contexts, communicators and fragments
 _FEWER = 2  # a measured micro-batch has so many times fewer samples than the next
 
 
@@ -258,9 +259,9 @@ def tensor_sizes_of(machine: Machine) -> tuple[int, ...]:
 
 
 def memory_of(device: torch.device, num_sharers: int) -> float:
-    """Returns the bytes of a GPU, or of a share of this host's memory."""
+    """Returns the bytes of a GPU that tensors may use, or of a share of this host's memory."""
     if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+        return _USABLE_ON_GPU * torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / num_sharers
 
 

@@ -10,6 +10,7 @@ from lightning_dist.engine.precision.overflow import (
     AllReducedOverflow,
     AsyncOverflow,
     LocalOverflow,
+    _vote,
     are_finite,
 )
 
@@ -21,6 +22,12 @@ def test_one_element_is_enough(bad: float) -> None:
     assert are_finite([])
     gradients[1][1, 0] = bad
     assert not are_finite(gradients)
+
+
+def test_gradients_of_several_devices_have_one_vote() -> None:
+    # The first device stands for a GPU, the host has offloaded shards.
+    gradients = [torch.zeros(3, device="meta"), torch.zeros(3)]
+    assert _vote(gradients, torch.device("meta")).is_meta
 
 
 def test_each_step_is_told_once() -> None:

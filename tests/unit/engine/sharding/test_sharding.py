@@ -247,3 +247,22 @@ def test_stacked_matrices_are_sharded_in_equal_parts_or_not_at_all() -> None:
         layer.weight = nn.Parameter(cut(layer.weight, mesh["tp"], [stacked(0, 3)]))
         with pytest.raises(ValueError, match=r"'weight' stacks.* 7 input features.* dp_shard=2"):
             shard([layer], layer, [], mesh["dp_shard"], ShardingOptions())
+
+
+def test_offloaded_shards_are_filled_on_the_host(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[DTensor] = []
+
+    def cpu(tensor: DTensor) -> DTensor:
+        moved.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(DTensor, "cpu", cpu)
+    for offloaded, count in ((False, 0), (True, 2)):
+        root = nn.Sequential(nn.Linear(4, 4, device="meta"))
+        shard_whole(root, [], mesh, offload=offloaded)
+        names = [name for name, _ in root.named_parameters()]
+        values = {name: torch.ones(p.shape) for name, p in root.named_parameters()}
+        fill(root, names, values.__getitem__, torch.device("cpu"), offloaded=offloaded)
+        assert len(moved) == count
