@@ -122,7 +122,8 @@ class ForwardInterceptor:
             raise ValueError(
                 "The step called the pipelined module twice. A pipeline runs each layer once per"
                 " micro-batch: call the module once per step, as on both inputs joined by"
-                " `torch.cat`, whose outputs `chunk(2)` parts again, or use DDPStrategy."
+                " `torch.cat` (BatchNorm then sees both), whose outputs `chunk(2)` parts again, or"
+                " use DDPStrategy."
             )
         self._outputs.append(self._layers(*arguments, **keywords))
         if self._leaves:

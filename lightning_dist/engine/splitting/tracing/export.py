@@ -11,6 +11,7 @@ added.
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import sys
@@ -57,6 +58,7 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
     Raises:
         ValueError: The forward cannot be represented by a graph.
     """
+    _refuse_open_keywords(module, call)
     shapes = pytree.tree_map(_open_dims, dict(call.arguments))
     # With gradients in any case, so that a block under `no_grad` is visible in the graph.
     with (
@@ -85,6 +87,17 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
             raise ValueError(_explain(error)) from error
     _refuse_fixed_batch(program, call)
     return program
+
+
+def _refuse_open_keywords(module: nn.Module, call: Call) -> None:
+    for name, parameter in inspect.signature(module.forward).parameters.items():
+        given = call.arguments.get(name)
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD and given:
+            raise ValueError(
+                f"The call gives {', '.join(map(repr, given))} to the forward's `**{name}`, which"
+                " torch.export does not trace. Name what is used in the forward's signature, with a"
+                " default where a call may leave it out, and leave the rest out of the call."
+            )
 
 
 def check_of(program: ExportedProgram, call: Call) -> CallCheck:
@@ -210,7 +223,7 @@ def _open_dims(leaf: Any) -> Mapping[int, Any] | None:
 
 def _explain(error: Exception) -> str:
     text = str(error).strip()
-    reason = text.splitlines()[0] if text else type(error).__name__
+    reason = (text.splitlines()[0] if text else type(error).__name__).removesuffix(".")
     advice = _INSTEAD
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__:
         advice = (
@@ -219,7 +232,7 @@ def _explain(error: Exception) -> str:
             " gives them, and not from a tensor by `tolist()` or `item()`. " + _INSTEAD
         )
     place = _place(error.__traceback__)
-    return f"torch.export cannot trace the forward{place}. It says: {reason} {advice}"
+    return f"torch.export cannot trace the forward{place}. It says: {reason}. {advice}"
 
 
 def _place(found: TracebackType | None) -> str:

@@ -231,3 +231,14 @@ def test_a_call_that_the_graph_is_not_made_for(
     assert sized(torch.ones(1, 7, 4)).shape == (1, 4)
     with pytest.raises(ValueError, match=message):
         sized(*args)
+
+
+class OpenKeywords(Two):
+    def forward(self, x: Tensor, **more: Any) -> Tensor:
+        return super().forward(x)
+
+
+def test_keywords_that_the_forward_does_not_name() -> None:
+    TracedSequence(OpenKeywords(), (torch.rand(2, 4),), {})
+    with pytest.raises(ValueError, match=r"gives 'labels', 'scale' to the forward's `\*\*more`"):
+        TracedSequence(OpenKeywords(), (torch.rand(2, 4),), {"labels": torch.ones(2), "scale": 2.0})
