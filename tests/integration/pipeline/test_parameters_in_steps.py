@@ -111,7 +111,8 @@ def test_equals_the_oracle(
 ) -> None:
     actual = workers.run(3, fit, 3, class_, strategy, 1)
     lag = 1 if versions == "2bw" else 2
-    expected, calls = fit_sequentially(class_, OracleStrategy(staleness(3, versions), lag))
+    oracle = OracleStrategy(staleness(3, versions), lag, torch.device("cpu"))
+    expected, calls = fit_sequentially(class_, oracle)
     assert largest_difference(actual, expected) < 1e-12
     assert actual[-1][1] == calls == (NUM_BATCHES if class_ is Hooked else 0)
 
