@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from tests.differential.case import Case
 from tests.differential.compare import differences
 from tests.differential.dials.strategies import STRATEGIES
-from tests.differential.machine import Machine
+from tests.differential.machine import ON_CPU, Machine
 from tests.differential.observe import files_in
-from tests.differential.run import ON_CPU, begin_on_one_device, run_rank, run_reference
+from tests.differential.run import begin_on_one_device, run_rank, run_reference
 from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 
 TIMEOUT_SECONDS = 60.0

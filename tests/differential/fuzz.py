@@ -16,8 +16,7 @@ from hypothesis.errors import Flaky
 from tests.differential.case import Case
 from tests.differential.check import Pool, RefusedError, find_differences
 from tests.differential.draw import cases
-from tests.differential.machine import Machine
-from tests.differential.run import ON_CPU
+from tests.differential.machine import ON_CPU, Machine
 
 CASES_PER_ROUND = 20
 

@@ -29,3 +29,6 @@ class Machine:
         """Gives what a trainer is told of a number of ranks."""
         place = {"devices": 1, "num_nodes": ranks} if self.is_apart else {"devices": ranks}
         return {"accelerator": "gpu" if self.device == "cuda" else "cpu", **place}
+
+
+ON_CPU = Machine()

@@ -25,7 +25,7 @@ from tests.differential.dials.callbacks import WRITING, SaveAtStep, make_callbac
 from tests.differential.dials.data import Loaders, Place, make_validation_loader
 from tests.differential.dials.module import Task, make_task
 from tests.differential.dials.strategies import STRATEGIES
-from tests.differential.machine import Machine
+from tests.differential.machine import ON_CPU, Machine
 from tests.differential.observe import (
     CALLBACK_HOOKS,
     MODULE_HOOKS,
@@ -35,7 +35,6 @@ from tests.differential.observe import (
 )
 from tests.differential.oracle_strategy import CatchUp, OracleStrategy, staleness_of
 
-ON_CPU = Machine()
 HANDOVER = "handover.ckpt"
 ENOUGH_BATCHES = 15
 TRAINER_OPTIONS: dict[str, dict[str, Any]] = {

@@ -7,11 +7,10 @@ what training loses.
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -298,9 +297,7 @@ def gpt(setting: Setting) -> Iterator[Row]:
     }
     # One plain loop for all, and no reset: what is compiled serves the next one too.
     loops = {
-        PLAIN_LOOP: functools.cache(
-            partial(plain_loop, setting, sizes, compiled=True, half=True),
-        ),
+        PLAIN_LOOP: cache(partial(plain_loop, setting, sizes, compiled=True, half=True)),
         FSDP_LOOP: partial(fsdp_loop, setting, sizes),
     }
     times: dict[str, list[float]] = {name: [] for name in loops}

@@ -147,13 +147,13 @@ class _Parcel:
     Attributes:
         values: Values of the layer's parts.
         beside: Tensors that the layer uses besides its own values.
-        optimizer: Optimizer state of the layer's parameters by name. With each entry goes whether
-            it is on the parameter's device, since a count of steps stays on the host.
+        optimizer: Optimizer state of the layer's parameters by name. A count of steps is on the
+            host, and arrives there.
     """
 
     values: LayerValues
     beside: Mapping[str, Tensor]
-    optimizer: Mapping[str, Mapping[str, tuple[Any, bool]]]
+    optimizer: Mapping[str, Mapping[str, Any]]
 
 
 class Relocation:
@@ -238,7 +238,7 @@ class Relocation:
     def _pack(self, layer_index: int, states: list[Any], with_gradients: bool) -> _Parcel:
         parts = self._parts(layer_index)
         of_optimizer = {
-            f"{number}.{name}": {key: _located(value, p) for key, value in state[p].items()}
+            f"{number}.{name}": dict(state[p])
             for name, p in parts.named_parameters()
             for number, state in enumerate(states)
             if p in state
@@ -263,17 +263,8 @@ class Relocation:
         parameters = dict(parts.named_parameters())
         for name, entries in parcel.optimizer.items():
             number, _, own_name = name.partition(".")
-            parameter = parameters[own_name]
-            states[int(number)][parameter] = {
-                key: _moved(value, parameter.device if is_beside else torch.device("cpu"))
-                for key, (value, is_beside) in entries.items()
+            # Copies, since received tensors lie in the channel's own memory.
+            states[int(number)][parameters[own_name]] = {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in entries.items()
             }
-
-
-def _located(value: Any, parameter: Tensor) -> tuple[Any, bool]:
-    return value, isinstance(value, Tensor) and value.device == parameter.device
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    # A copy, since received tensors lie in the channel's own memory.
-    return value.to(device, copy=True) if isinstance(value, Tensor) else value

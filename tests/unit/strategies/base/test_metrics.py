@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any, cast
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -56,3 +57,10 @@ def test_a_pickle_has_the_function_behind() -> None:
     found.update(3.0)
     assert found.compute() == 3.0
     undo()
+
+
+def test_states_of_a_gpu_are_gathered_from_the_host() -> None:
+    on_gpu, there, back = (Mock(name=name) for name in ("on_gpu", "there", "back"))
+    on_gpu.cpu.return_value, there.to.return_value = there, back
+    assert GroupGather(gather_twice, GROUP)(on_gpu) == [back, back]
+    there.to.assert_called_with(on_gpu.device)

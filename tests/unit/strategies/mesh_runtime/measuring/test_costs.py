@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -9,7 +10,11 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.tensors.tree import map_tensors
-from lightning_dist.strategies.mesh_runtime.measuring.costs import Measurement, parameters_per_layer
+from lightning_dist.strategies.mesh_runtime.measuring.costs import (
+    Measurement,
+    memory_of,
+    parameters_per_layer,
+)
 from recipes.gpt import GPT
 
 TOKENS = torch.zeros(4, 16, dtype=torch.int64)
@@ -139,3 +144,9 @@ def test_sparse_gradients_are_updated_with() -> None:
 
     costs = Measurement().costs(Sparse(), torch.zeros(2, 3, dtype=torch.int64))
     assert costs.batches[-1].step.update_seconds > 0
+
+
+def test_a_gpu_keeps_memory_for_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(total_memory=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert 90 <= memory_of(torch.device("cuda", 0), 8) <= 95
