@@ -55,8 +55,6 @@ from lightning_dist.engine.tensors.samples import batch_size_of
 OnComplete = Callable[[int, dict[str, Tensor]], None]
 """Takes an update, counted since the last drain, and its gradients by parameter name."""
 _COMPLETES_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
-
-
 _OPTIONS = StageOptions()
 
 
@@ -136,6 +134,11 @@ class Pipeline:
     def has_gradients(self) -> bool:
         """Whether gradients are held that :meth:`install_gradients` has not installed."""
         return self._due is not None
+
+    @property
+    def compares_samples(self) -> bool | None:
+        """Returns :attr:`Runtime.compares_samples`."""
+        return self._runtime.compares_samples
 
     @property
     def due_update(self) -> int:
@@ -255,8 +258,7 @@ class Pipeline:
         work = Work(numbered, step, 1.0, name, partition=self.shape.layers_per_stage)
         self._num_evaluated += 1
         with python_state_kept():
-            results = self._runtime.run(self._rounds.evaluation(count), work)
-        return [results[index] for index in sorted(results)]
+            return self._runtime.run(self._rounds.evaluation(count), work)
 
     def install_gradients(
         self, reduce: Callable[[], None] | None = None, *, is_complete: bool = True
@@ -388,8 +390,7 @@ class Pipeline:
         for number, count in backwards.items():
             self.stages[number].begin_round(count)
         with keep_saved_tensors(any(a.kind is ActionKind.BACKWARD_WEIGHT for a in actions)):
-            found = self._runtime.run(until_last_send, work)
-            results = [found[index] for index in sorted(found)]
+            results = self._runtime.run(until_last_send, work)
             if on_results is not None:
                 on_results(results)
             self._runtime.run(local_tail, work)

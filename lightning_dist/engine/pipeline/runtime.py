@@ -19,6 +19,7 @@ import torch
 
 from lightning_dist.engine.pipeline.gradients import LossWeights, WeighedGradients
 from lightning_dist.engine.pipeline.links import Links
+from lightning_dist.engine.pipeline.loss_checks import compares_samples, warn_of_comparison
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.stage import Stage, Step
 from lightning_dist.engine.profiling.meters.recorder import Recorder
@@ -76,6 +77,10 @@ class Runtime:
         microbatches_per_update: Number of micro-batches whose gradients are applied together.
         on_complete: Called with an update whose gradients are complete before the update is due.
         explain: Draws the schedule around an action, for errors.
+
+    Attributes:
+        compares_samples: Whether a sample's gradient depends on the other samples of its
+            micro-batch; None until a micro-batch of the last stage has told.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Runtime:
         self._results: dict[Place, Any] = {}
         self._gradients_in: dict[Place, WeighedGradients] = {}
         self._gradients_out: dict[Place, WeighedGradients] = {}
+        self.compares_samples: bool | None = None
         self._keys: dict[Place, Hashable] = {}  # of the messages about a micro-batch in flight
         self._handlers: dict[ActionKind, Callable[[Place, Work | None], None]] = {
             ActionKind.RECV_F: self._receive_activation,
@@ -117,7 +123,7 @@ class Runtime:
             for kind in self._handlers
         } | {ActionKind.RECV_F: SpanKind.WAIT, ActionKind.RECV_B: SpanKind.WAIT}
 
-    def run(self, actions: Iterable[Action], work: Work | None = None) -> dict[int, Any]:
+    def run(self, actions: Iterable[Action], work: Work | None = None) -> list[Any]:
         """Runs actions in order.
 
         Args:
@@ -125,8 +131,8 @@ class Runtime:
             work: The batch that the forwards among the actions run on.
 
         Returns:
-            The user's step's results on the last stage, by micro-batch index; empty on ranks
-            without the last stage.
+            The user's step's results on the last stage, in the order of the micro-batches; empty
+            on ranks without the last stage.
         """
         for action in actions:
             place = (action.stage_index, action.microbatch_index)
@@ -138,11 +144,8 @@ class Runtime:
                 raise
             self._recorder.record(self._span_kinds[action.kind], action, start)
         results, self._results = self._results, {}
-        return {
-            index: result
-            for (stage, index), result in results.items()
-            if self._stages[stage].is_last
-        }
+        own = {i: result for (s, i), result in results.items() if self._stages[s].is_last}
+        return [own[index] for index in sorted(own)]
 
     def clear(self) -> None:
         """Forgets everything in flight, after a failure."""
@@ -169,6 +172,11 @@ class Runtime:
         self._results[place] = stage.forward(index, microbatch, received, work.step, seed)
         if torch.is_grad_enabled() and stage.is_last:
             loss = Loss.of(self._results[place])
+            if self.compares_samples is None:
+                outputs, num_samples = stage.in_flight[index].outputs, microbatch.num_samples
+                self.compares_samples = compares_samples(loss.value, outputs, num_samples)
+                if self.compares_samples and microbatch.weight < 1.0:
+                    warn_of_comparison("`training_step`", num_samples)
             share = microbatch.weight * work.gradient_scale
             weight = share if loss.weight is None else loss.weight
             roots = stage.set_loss(index, loss.value, weight * work.loss_scale)

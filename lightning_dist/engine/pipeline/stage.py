@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.gradients import HeldGradients
+from lightning_dist.engine.pipeline.loss_checks import check_no_side_losses
 from lightning_dist.engine.pipeline.microbatch import Microbatch
-from lightning_dist.engine.pipeline.side_losses import check_no_side_losses
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.remote_layers import RemoteLayersView

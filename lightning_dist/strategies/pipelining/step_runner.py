@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_dist.engine.pipeline.connect import Channels
+from lightning_dist.engine.pipeline.loss_checks import warn_of_comparison
 from lightning_dist.engine.pipeline.microbatch import Microbatch, merge, weight_of
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
@@ -181,6 +182,7 @@ class StepRunner:
         results = self._pipeline.evaluate_batch(
             batch, step, self._evaluation_microbatches, seed=seed
         )
+        self._check_comparison(name)
         self._publish(results, batch, (name, *rest[1:]))
         (outcome,) = self._outcomes.deliver(num_held_back=0)
         self._log.replay(outcome.log)
@@ -209,6 +211,11 @@ class StepRunner:
             return result
 
         return step
+
+    def _check_comparison(self, step: str) -> None:
+        sizes = self._pipeline.microbatch_sizes
+        if self._pipeline.compares_samples and len(sizes) > 1 and step != "predict_step":
+            warn_of_comparison(f"`{step}`", max(sizes))
 
     def _publish(
         self, results: list[Any], batch: Any, step: Hashable, should_stop: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -199,3 +201,48 @@ def test_no_micro_batch_has_one_sample_by_default(workers: WorkerPool) -> None:
     for found in workers.run(2, predict_squeezed, 2):
         for own, other in zip(found, expected, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
+
+
+class Contrastive(Classifier):
+    """Compares each sample with all others of its batch."""
+
+    def _loss(self, batch: Any) -> Tensor:
+        features = F.normalize(self.model(batch[0]))
+        return F.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch))
+
+
+def contrast(devices: int, arguments: dict[str, Any]) -> tuple[list[str], float]:
+    strategy: Any = PipelineStrategy(**arguments) if devices > 1 else "auto"
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=1)
+    module = make_module(Contrastive)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, make_loader(24), make_loader(8))
+        val_loss = float(trainer.callback_metrics["val_loss"])
+        trainer.predict(module, make_loader(8))
+    steps = [re.search(r"`(\w+)` are cut", str(warning.message)) for warning in caught]
+    return [found[1] for found in steps if found], val_loss
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        ({"num_microbatches": 2}, ["training_step", "validation_step"]),
+        ({"schedule": "pipedream"}, ["validation_step"]),
+        ({"num_microbatches": 1}, []),
+    ],
+    ids=["1f1b", "pipedream", "whole"],
+)
+def test_losses_that_compare_samples_are_warned_of(
+    workers: WorkerPool, arguments: dict[str, Any], warned: list[str]
+) -> None:
+    ((_, expected),) = workers.run(1, contrast, 1, {})
+    first, last = workers.run(2, contrast, 2, arguments)
+    assert (first[0], last[0]) == ([], warned)
+    assert (abs(last[1] - expected) < 1e-12) == (not warned)

@@ -1,0 +1,149 @@
+"""Find losses that micro-batches or stages get wrong.
+
+A layer may put a loss into an attribute, for the user's step to sum those of all layers: the
+balancing loss of a mixture of experts, a codebook's commitment loss, a Bayesian layer's divergence.
+The step ends on the last stage, where other stages' layers are missing, so the sum would silently
+be too small. Gradients reach such a value from no output of the stage. A stored attention map, in
+contrast, lies on the way of the outputs.
+
+A contrastive loss compares each sample with all others that it sees, and a micro-batch shows it
+fewer. So do a root of a mean, or a normalisation over the batch. Of a loss that is a mean over
+samples, the gradient of one sample does not depend on another sample. That is what
+:func:`compares_samples` asks, by a second derivative: no step is run again for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_dist.engine.pipeline.split_backward import nodes_beneath
+from lightning_dist.engine.tensors.tree import flatten
+
+
+def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> None:
+    """Checks that no attribute of the layers holds a loss that the last stage would miss.
+
+    Args:
+        layers: Layers of a stage that is not the last; their forward is over.
+        stage_index: The stage.
+        output: Output of the stage, with its autograd graph.
+
+    Raises:
+        ValueError: An attribute holds a tensor with an autograd graph of its own.
+    """
+    held = [
+        (f"{name}.{attribute}".lstrip("."), tensor)
+        for name, part in layers.named_modules()
+        for attribute, value in (*part.named_buffers(recurse=False), *vars(part).items())
+        if attribute != "_parameters"  # for a step these may be casts, which have a graph
+        for tensor in _tensors_in(value)
+        if tensor.grad_fn is not None
+    ]
+    if not held:
+        return
+    beneath = nodes_beneath([t for t in flatten(output)[0] if t.requires_grad])
+    for name, tensor in held:
+        if tensor.grad_fn not in beneath:
+            raise ValueError(
+                f"The forward of a layer on stage {stage_index} leaves a tensor with gradients in"
+                f" {name!r}. Your step ends on the last stage, where that layer is not, so a loss"
+                " made of it would be left out there, and the layer trained without it. Let the"
+                " layer return it with its activations, or store its `.detach()` if no loss is made"
+                " of it."
+            )
+
+
+def compares_samples(loss: Tensor, outputs: Sequence[Tensor], num_samples: int) -> bool | None:
+    """Finds whether a sample's gradient depends on the other samples of its micro-batch.
+
+    Args:
+        loss: The micro-batch's loss, with its autograd graph.
+        outputs: What the loss was computed of; those of ``num_samples`` rows are looked at.
+        num_samples: Samples of the micro-batch.
+
+    Returns:
+        Whether it is known to depend on them. None if the micro-batch cannot tell: it has one
+        sample, or no output has a row for each.
+    """
+    rows = [output for output in outputs if _has_rows(output, num_samples)]
+    if num_samples < 2 or not rows or not loss.requires_grad:
+        return None
+    if not _is_twice_differentiable(loss, rows):
+        return False
+    half = num_samples // 2
+    generator = torch.Generator().manual_seed(0)  # the run's own numbers stay as they are
+    try:
+        first = torch.autograd.grad(loss, rows, create_graph=True, allow_unused=True)
+        products = [
+            (torch.randn(g[:half].shape, generator=generator).to(g) * g[:half]).sum()
+            for g in first
+            if g is not None and g.requires_grad
+        ]
+        if not products:  # the loss is linear
+            return False
+        second = torch.autograd.grad(products, rows, retain_graph=True, allow_unused=True)
+        found = torch.stack([g[half:].abs().sum().double() for g in second if g is not None])
+        return bool((found.isfinite() & (found > 0.0)).any())
+    except RuntimeError:  # an operation has no second derivative, or a meta tensor no value
+        return False
+
+
+def warn_of_comparison(step: str, num_samples: int) -> None:
+    """Warns of a loss that compares samples, where batches are cut.
+
+    Args:
+        step: The step that takes the batches.
+        num_samples: Samples of a micro-batch.
+    """
+    warnings.warn(
+        "The gradient of a sample depends on the other samples of its batch: the loss compares"
+        " samples, normalises over them, or is no mean (a root of one, say). Batches for"
+        f" {step} are cut here, so a sample meets {num_samples - 1} others at a time, and the loss"
+        " is another one than on one device. Set num_microbatches=1 for the same;"
+        " schedule='pipedream' has no bubble then.",
+        stacklevel=2,
+    )
+
+
+def _has_rows(output: Tensor, num_samples: int) -> bool:
+    if type(output) is not Tensor or output.ndim == 0 or output.shape[0] != num_samples:
+        return False  # other classes may have no second derivatives, or errors of their own
+    # If time comes first, as `nn.CTCLoss` takes it, dim 1 has the samples.
+    return output.ndim < 3 or output.shape[1] != num_samples
+
+
+def _is_twice_differentiable(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Whether only torch's own operations lie between the outputs and the loss.
+
+    A function in Python may hide a value from its second derivative, or talk to other ranks.
+    """
+    ends = {get_gradient_edge(output).node for output in outputs}
+    waiting = [get_gradient_edge(loss).node]
+    seen = {*waiting, *ends}
+    while waiting:
+        node = waiting.pop()
+        if issubclass(type(node), BackwardCFunction):
+            return False
+        following = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= following
+        waiting += following
+    return True
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    # Not `flatten`, which also rebuilds the containers, and so a user's dataclasses.
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple | set | deque):
+        for held in value:
+            yield from _tensors_in(held)

@@ -1,0 +1,168 @@
+"""Losses that stages or micro-batches get wrong: refused, or warned of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_dist.engine.pipeline.loss_checks import check_no_side_losses, compares_samples
+from lightning_dist.engine.splitting.config import PipelineConfig
+from tests.helpers.block_parity import largest_difference
+
+
+class Layer(nn.Module):
+    """Leaves its gate's map in an attribute, and what is made of it."""
+
+    def __init__(self, keeps: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.gate = nn.Linear(4, 4)
+        self.keeps = keeps
+        self.map = torch.zeros(())
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.map = torch.softmax(self.gate(x), dim=-1)
+        self.kept = self.keeps(self.map.pow(2).sum())
+        return x + self.map * self.inner(x)
+
+
+def plain_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.mse_loss(model(batch), batch)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = plain_loss(model, batch)
+    for layer in model.modules():
+        kept = getattr(layer, "kept", None)
+        if isinstance(kept, Tensor):
+            loss = loss + kept
+    return loss
+
+
+def difference(keeps: Any, schedule: str, loss: Any = loss_of) -> float:
+    torch.manual_seed(5)
+    model = nn.Sequential(Layer(keeps), Layer(keeps), Layer(lambda _: None), nn.Linear(4, 4))
+    batches = list(torch.randn(2, 4, 4, dtype=torch.float64))
+    return largest_difference(model.double(), batches, loss, PipelineConfig(schedule, 2))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("keeps", [lambda t: t, lambda t: {"losses": [t]}], ids=["bare", "held"])
+def test_a_loss_of_a_layer_is_refused_where_the_step_could_not_add_it(
+    schedule: str, keeps: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"stage 0 leaves .*'0.kept'.*return it.*detach"):
+        difference(keeps, schedule)
+
+
+def test_what_is_there_to_be_looked_at_may_stay() -> None:
+    # The map is on the way to the output, the sum is without gradients.
+    assert difference(lambda total: total.item(), "1f1b", plain_loss) < 1e-13
+
+
+def test_casts_of_parameters_are_no_losses() -> None:
+    """A step in half precision may leave some of them unused."""
+    layer = nn.Linear(4, 4)
+    layer._parameters["bias"] = layer.bias.to(torch.bfloat16)  # type: ignore[assignment]
+    check_no_side_losses(layer, 0, F.linear(torch.ones(2, 4), layer.weight))
+
+
+TARGETS = torch.tensor([0, 1, -100, 3, 2, 1])
+LossOf = Callable[[Tensor], Tensor]
+
+
+def info_nce(x: Tensor) -> Tensor:
+    x = F.normalize(x)
+    return F.cross_entropy(x @ x.T, torch.arange(len(x)))
+
+
+def dice(x: Tensor) -> Tensor:
+    y = torch.ones_like(x)
+    return 1 - 2 * (x.sigmoid() * y).sum() / (x.sigmoid().sum() + y.sum())
+
+
+COMPARING: dict[str, LossOf] = {
+    "InfoNCE": info_nce,
+    "columns of logits": lambda x: F.cross_entropy(x[:, :6].T, torch.arange(6)),
+    "root of a mean": lambda x: x.square().mean().sqrt(),
+    "variance": lambda x: -x.var(dim=0).mean(),
+    "BatchNorm": lambda x: F.batch_norm(x, None, None, training=True).pow(3).mean(),
+    "dice of a batch": dice,
+}
+MEANS: dict[str, LossOf] = {
+    "cross-entropy": lambda x: F.cross_entropy(x, TARGETS),
+    "mean squares": lambda x: x.square().mean(),
+    "LayerNorm": lambda x: F.layer_norm(x, (8,)).pow(3).mean(),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(6, 2, 4)] * 3).square().mean(),
+    "a sum of a linear one": lambda x: x.sum(),
+    "dice of each sample": lambda x: torch.stack([dice(row) for row in x]).mean(),
+    "scaled by itself": lambda x: F.cross_entropy(x, TARGETS) * x.square().mean().detach(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*COMPARING, *MEANS])
+def test_a_loss_that_compares_samples_is_told_from_a_mean(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    outputs = torch.randn(6, 8, dtype=dtype).requires_grad_() * 1.0
+    loss = (COMPARING | MEANS)[name](outputs)
+    before = torch.random.get_rng_state()
+    assert compares_samples(loss, [outputs], 6) == (name in COMPARING)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    loss.backward()  # the graph is still there
+
+
+def test_towers_are_looked_at_together() -> None:
+    images, texts = (torch.randn(4, 8).requires_grad_() * 1.0 for _ in range(2))
+    loss = F.cross_entropy(images @ texts.T, torch.arange(4))
+    assert compares_samples(loss, [images, torch.ones(()), texts], 4)
+
+
+def test_one_sample_cannot_tell_nor_do_rows_of_time() -> None:
+    outputs = torch.randn(5, 5, 8).requires_grad_() * 1.0
+    over_time = outputs.mean(dim=0).square().mean()
+    assert compares_samples(over_time, [outputs], 5) is None
+    assert compares_samples(over_time, [outputs[:1]], 1) is None
+
+
+class Square(torch.autograd.Function):
+    """Has a second derivative for autograd, and may have told other ranks something."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+def test_a_function_of_the_users_is_not_run_again() -> None:
+    outputs = torch.randn(4, 8).requires_grad_() * 1.0
+    assert compares_samples(outputs.square().mean().sqrt(), [outputs], 4)
+    loss = Square.apply(outputs).mean().sqrt()  # type: ignore[no-untyped-call]
+    assert compares_samples(loss, [outputs], 4) is False
+    beneath = Square.apply(outputs)  # type: ignore[no-untyped-call]
+    assert compares_samples(beneath.mean().sqrt(), [beneath], 4)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved_1f1b"])
+def test_a_pipeline_warns_of_a_loss_that_compares_samples(schedule: str) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    batches = list(torch.randn(2, 8, 4, dtype=torch.float64))
+    config = PipelineConfig(schedule, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert largest_difference(model, batches, plain_loss, config) < 1e-13
+    with pytest.warns(UserWarning, match=r"`training_step` are cut.* meets 3 others") as caught:
+        assert largest_difference(model, batches, lambda m, x: info_nce(m(x)), config) > 1e-6
+    assert len(caught) == 1
