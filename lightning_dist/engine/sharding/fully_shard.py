@@ -48,6 +48,16 @@ def forget_step(root: nn.Module) -> None:
             module.reshard()
 
 
+def wait_for_writes(root: FSDPModule) -> None:
+    """Lets the next all-gathers wait for writes into shards, which the device may still do.
+
+    FSDP2 reads shards on a stream of its own, and lets that wait only where a forward begins.
+    """
+    comms: Any = root._get_fsdp_state()._comm_ctx
+    if hasattr(comms, "all_gather_copy_in_stream"):  # there was a forward
+        comms.all_gather_copy_in_stream.wait_stream(comms.device_handle.current_stream())
+
+
 def _forget(state: Any) -> None:
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_dist.engine.sharding.fully_shard import groups_of
+from lightning_dist.engine.sharding.fully_shard import groups_of, wait_for_writes
 from lightning_dist.engine.tensors.dtensor import local_part
 
 
@@ -40,7 +40,8 @@ class WrittenWeights:
     """
 
     def __init__(self, roots: Iterable[FSDPModule], *, in_rounds: bool = False) -> None:
-        modules = [part for root in roots for part in cast(nn.Module, root).modules()]
+        self._roots = [*roots]
+        modules = [part for root in self._roots for part in cast(nn.Module, root).modules()]
         self._units = [_Unit(m, in_rounds) for m in modules if isinstance(m, FSDPModule)]
 
     def begin_round(self) -> None:
@@ -52,6 +53,8 @@ class WrittenWeights:
         """Copies back what is still gathered, as hooks between two passes find it."""
         for unit in self._units:
             unit.keep()
+        for root in self._roots:
+            wait_for_writes(root)
 
     def keep_waiting(self) -> None:
         """Copies back the units that wait for :meth:`keep`, after a forward without a backward."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,3 +132,15 @@ def test_a_round_that_has_failed_is_forgotten(mesh: DeviceMesh, copies: list[int
     written.begin_round()
     written.keep_waiting()
     assert copies == []
+
+
+def test_gathers_of_the_backward_wait_for_the_copies(mesh: DeviceMesh) -> None:
+    stage: Any = sharded(mesh, "in place", reshard_after_forward=True)
+    written = WrittenWeights([stage])
+    written.keep()  # before the first forward there is nothing to wait for
+    stage(torch.ones(1, SIZE))
+    comms = stage._get_fsdp_state()._comm_ctx
+    waits: list[Any] = []
+    comms.all_gather_copy_in_stream = SimpleNamespace(wait_stream=waits.append)
+    written.keep()
+    assert waits == [torch.cpu.current_stream()]
