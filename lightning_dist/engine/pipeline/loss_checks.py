@@ -25,6 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_dist.engine.pipeline.split_backward import nodes_beneath
+from lightning_dist.engine.tensors.patch import has_gradient_hooks
 from lightning_dist.engine.tensors.tree import flatten
 
 
@@ -116,6 +117,8 @@ def warn_of_comparison(step: str, num_samples: int) -> None:
 def _has_rows(output: Tensor, num_samples: int) -> bool:
     if type(output) is not Tensor or output.ndim == 0 or output.shape[0] != num_samples:
         return False  # other classes may have no second derivatives, or errors of their own
+    if has_gradient_hooks(output) or output.retains_grad:
+        return False  # hooks gather the shards of a unit, say, and would do it twice
     # If time comes first, as `nn.CTCLoss` takes it, dim 1 has the samples.
     return output.ndim < 3 or output.shape[1] != num_samples
 

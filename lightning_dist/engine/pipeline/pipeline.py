@@ -136,9 +136,9 @@ class Pipeline:
         return self._due is not None
 
     @property
-    def compares_samples(self) -> bool | None:
-        """Returns :attr:`Runtime.compares_samples`."""
-        return self._runtime.compares_samples
+    def compares_samples(self) -> bool:
+        """Whether the loss is known to compare samples, on the rank of the last stage."""
+        return any(stage.compares_samples for stage in self.stages.values())
 
     @property
     def due_update(self) -> int:

@@ -77,10 +77,6 @@ class Runtime:
         microbatches_per_update: Number of micro-batches whose gradients are applied together.
         on_complete: Called with an update whose gradients are complete before the update is due.
         explain: Draws the schedule around an action, for errors.
-
-    Attributes:
-        compares_samples: Whether a sample's gradient depends on the other samples of its
-            micro-batch; None until a micro-batch of the last stage has told.
     """
 
     def __init__(
@@ -105,7 +101,6 @@ class Runtime:
         self._results: dict[Place, Any] = {}
         self._gradients_in: dict[Place, WeighedGradients] = {}
         self._gradients_out: dict[Place, WeighedGradients] = {}
-        self.compares_samples: bool | None = None
         self._keys: dict[Place, Hashable] = {}  # of the messages about a micro-batch in flight
         self._handlers: dict[ActionKind, Callable[[Place, Work | None], None]] = {
             ActionKind.RECV_F: self._receive_activation,
@@ -172,10 +167,10 @@ class Runtime:
         self._results[place] = stage.forward(index, microbatch, received, work.step, seed)
         if torch.is_grad_enabled() and stage.is_last:
             loss = Loss.of(self._results[place])
-            if self.compares_samples is None:
+            if stage.compares_samples is None:
                 outputs, num_samples = stage.in_flight[index].outputs, microbatch.num_samples
-                self.compares_samples = compares_samples(loss.value, outputs, num_samples)
-                if self.compares_samples and microbatch.weight < 1.0:
+                stage.compares_samples = compares_samples(loss.value, outputs, num_samples)
+                if stage.compares_samples and microbatch.weight < 1.0:
                     warn_of_comparison("`training_step`", num_samples)
             share = microbatch.weight * work.gradient_scale
             weight = share if loss.weight is None else loss.weight

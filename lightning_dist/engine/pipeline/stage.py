@@ -148,6 +148,7 @@ class Stage:
 
     Attributes:
         in_flight: The micro-batches with their forward done and their backward not, by index.
+        compares_samples: What :func:`.compares_samples` has found; None on all but the last stage.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class Stage:
         self._device = device
         self.in_flight: dict[int, InFlight] = {}
         self._split_backwards: dict[int, SplitBackward] = {}
+        self.compares_samples: bool | None = None
         self._has_looked = False
         self._trained: dict[str, nn.Parameter] | None = None
 

@@ -132,6 +132,19 @@ def test_one_sample_cannot_tell_nor_do_rows_of_time() -> None:
     assert compares_samples(over_time, [outputs[:1]], 1) is None
 
 
+def test_hooks_of_outputs_run_once() -> None:
+    outputs = torch.randn(4, 8).requires_grad_() * 1.0
+    kept = torch.randn(4, 8).requires_grad_() * 1.0
+    kept.retain_grad()
+    calls: list[Tensor] = []
+    outputs.register_hook(calls.append)
+    loss = info_nce(outputs) + info_nce(kept)
+    assert compares_samples(loss, [outputs, kept], 4) is None
+    loss.backward()
+    assert len(calls) == 1
+    assert kept.grad is not None
+
+
 class Square(torch.autograd.Function):
     """Has a second derivative for autograd, and may have told other ranks something."""
 
