@@ -200,20 +200,15 @@ class Pipeline:
         numbered = {first + microbatch.index: microbatch for microbatch in microbatches}
         name = (self.num_batches if seed is None else seed,)
         actions = self._rounds.training(self.batches_since_drain, len(microbatches))
-        if not self.asynchronous:
-            for stage in self.stages.values():
-                stage.policy.restart()
+        for stage in self.stages.values():
+            stage.begin_batch(overlaps=self.asynchronous)
         self._loss_scales[self.batches_since_drain if self.asynchronous else 0] = loss_scale
         with python_state_kept():
-            work = Work(
-                numbered,
-                step,
-                gradient_scale,
-                seed=name,
-                loss_scale=loss_scale,
-                partition=self.shape.layers_per_stage,
-            )
+            partition = self.shape.layers_per_stage
+            work = Work(numbered, step, gradient_scale, name, loss_scale, partition)
             results = self._run(actions, work, on_results)
+        for stage in () if self.has_gradients else self.stages.values():
+            stage.policy.protect_versions()  # hooks come before the next update
         self.batches_since_drain += 1
         self.num_batches += 1
         self._num_evaluated = 0
@@ -232,7 +227,7 @@ class Pipeline:
         self.recorder.interrupt()
         self.batches_since_drain = 0
         for stage in self.stages.values():
-            stage.policy.restart()
+            stage.restart()
 
     def evaluate_batch(
         self, batch: Any, step: Step, num_microbatches: int, *, seed: int | None = None
@@ -279,7 +274,7 @@ class Pipeline:
             taken = stage.gradients.take(update)
             if not completes_early:
                 self._unscale(update, taken.values())
-            for name, parameter in stage.named_parameters().items():
+            for name, parameter in stage.updated_parameters().items():
                 if (gradient := taken.get(name)) is None:
                     continue
                 runs_hooks = not (stage.gradients.runs_hooks or completes_early)
@@ -370,7 +365,7 @@ class Pipeline:
             held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}
             self._on_complete(update, held)
             for stage in stages:  # other replicas may have used more parameters
-                known = {n: held[n] for n in stage.named_parameters() if n in held}
+                known = {n: held[n] for n in stage.updated_parameters() if n in held}
                 stage.gradients.hold(update, known)
 
     def _unscale(self, update: int, gradients: Iterable[Tensor]) -> None:

@@ -28,6 +28,7 @@ from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 from lightning_dist.engine.splitting.whole_step import StepInterceptor
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
 from lightning_dist.engine.stashing.versions import SwappedWeights, WeightPolicy, WeightVersion
+from lightning_dist.engine.tensors.leaves import behind_leaf, copy_of, cut_from_graph
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import seed_python, seeded
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
@@ -103,7 +104,7 @@ class ForwardInterceptor:
             with self._remote.in_step():
                 result = step()
         except StopForward:
-            (result,) = self._outputs
+            pass
         finally:
             outputs, self._outputs, self._layers = self._outputs, [], None
         if not outputs:
@@ -111,7 +112,7 @@ class ForwardInterceptor:
                 "The step ended without a call of the pipelined module, so there is nothing to"
                 " cut. Call it once in each step, or name another module with `layers=`."
             )
-        return result
+        return outputs[0] if leaves else result  # a step may have caught the exception
 
     def _forward(self, *arguments: Any, **keywords: Any) -> Any:
         if self._layers is None:
@@ -183,6 +184,23 @@ class Stage:
         self.compares_samples: bool | None = None
         self._has_looked = False
         self._trained: dict[str, nn.Parameter] | None = None
+        self._trained_in_flight: set[str] = set()
+
+    def begin_batch(self, *, overlaps: bool) -> None:
+        """Prepares for a training batch.
+
+        Args:
+            overlaps: Whether earlier batches may be in flight.
+        """
+        if overlaps:
+            self._trained_in_flight |= self.named_parameters().keys()
+        else:
+            self.restart()
+
+    def restart(self) -> None:
+        """Restarts with no micro-batch in flight."""
+        self.policy.restart()
+        self._trained_in_flight.clear()
 
     def begin_round(self, num_backwards: int) -> None:
         """Prepares for a number of backwards after which the gradients are wanted.
@@ -221,12 +239,12 @@ class Stage:
             nonlocal layer_input, output
             layer_input = self._found.layer_input(self.is_first, received, arguments, keywords)
             # A copy for another run, since the layers may write into their input.
-            given = map_tensors(_copy_of, layer_input) if self._recomputes else layer_input
+            given = map_tensors(copy_of, layer_input) if self._recomputes else layer_input
             output = self._run_layers(given, name)
             if has_backward and not (self.is_last or self._has_looked):
                 check_no_side_losses(self.layers, self._stage_index, output)
                 self._has_looked = True
-            output = map_tensors(_cut_from_graph, output) if self._recomputes else output
+            output = map_tensors(cut_from_graph, output) if self._recomputes else output
             return output
 
         def in_step() -> Any:
@@ -325,6 +343,11 @@ class Stage:
         """Returns the stage's trainable parameters by their names in the stage."""
         return {name: p for name, p in self.layers.named_parameters() if p.requires_grad}
 
+    def updated_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the trainable parameters, and those frozen since a batch in flight ran."""
+        late, named = self._trained_in_flight, self.layers.named_parameters()
+        return {name: p for name, p in named if p.requires_grad or name in late}
+
     def clear(self) -> None:
         """Drops the micro-batches in flight and the held gradients, after a failure."""
         self.in_flight.clear()
@@ -339,7 +362,7 @@ class Stage:
 
     def _run_layers(self, value: Any, seed: tuple[int, ...]) -> Any:
         with seeded(*seed, self._stage_index, device=self._device):
-            return self._found.run(self.layers, map_tensors(_behind_leaf, value))
+            return self._found.run(self.layers, map_tensors(behind_leaf, value))
 
     def _roots(
         self, flight: InFlight, weights: WeightVersion, gradients: Sequence[Tensor | None]
@@ -366,33 +389,5 @@ class Stage:
         return {**self._trained, **aliases}
 
 
-def _cut_from_graph(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
 def _differentiable(tree: Any) -> list[Tensor]:
     return [t for t in flatten(tree)[0] if t.requires_grad]
-
-
-class _Alias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.data  # not a view in autograd's books
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _behind_leaf(tensor: Tensor) -> Tensor:
-    """Returns an alias of a leaf, with the same memory, that layers may write into."""
-    # Autograd refuses to write in place into a leaf, and received tensors are leaves. On one device
-    # `nn.ReLU(inplace=True)`, say, gets the previous layer's output, which is no leaf.
-    if not tensor.requires_grad or not tensor.is_leaf:
-        return tensor
-    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
-    return alias

@@ -137,6 +137,10 @@ class OwnStages(Mapping[int, Stage]):
         """Returns the trainable parameters by their names in the pipelined module."""
         return {n: p for stage in self.values() for n, p in stage.named_parameters().items()}
 
+    def updated_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that an update may change, as :meth:`Stage.updated_parameters`."""
+        return {n: p for stage in self.values() for n, p in stage.updated_parameters().items()}
+
     def layer_profiler(self, recorder: Recorder) -> LayerProfiler:
         """Creates the profiler that times the layers while they train.
 

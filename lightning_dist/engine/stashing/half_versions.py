@@ -102,6 +102,13 @@ class StashedHalf(Stashed):
         return self._frozen[name]
 
     @override
+    def before_step(self) -> None:
+        late = [n for n, p in self._parameters.items() if p.grad is not None and n in self._frozen]
+        for name in late:  # frozen since the batch whose gradient comes now
+            del self._frozen[name]
+        super().before_step()
+
+    @override
     def _leave_current(self) -> None:
         """Does nothing, since the optimizer writes to the masters."""
 

@@ -169,6 +169,16 @@ class Predicted(WeightPolicy):
             self._newest = None if version is self._newest else self._newest
 
     @override
+    @torch.no_grad()
+    def protect_versions(self) -> None:
+        """Moves the parameters away from the versions that no update was predicted for."""
+        shared = [version for version, count in self._copied_bytes.items() if count == 0]
+        for parameter in self._parameters.values() if shared else ():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.clone()
+        self._copied_bytes |= dict.fromkeys(shared, self.version_bytes)
+
+    @override
     def restart(self) -> None:
         """Restarts the count: no other update comes before the next batch's own."""
         self._num_acquired, self._steps_before_restart = 0, self.num_steps

@@ -121,6 +121,9 @@ class WeightPolicy(ABC):
         """
         self.num_steps += 1
 
+    def protect_versions(self) -> None:  # noqa: B027
+        """Keeps versions in use from what hooks write behind a batch without a step."""
+
     def restart(self) -> None:  # noqa: B027
         """Restarts with no micro-batch in flight, after a drain."""
 
@@ -183,12 +186,20 @@ class Stashed(WeightPolicy):
             self._aging.append(self._newest())
         if len(self._aging) > self._max_age:  # before the copy, so that there is one less
             self._drop_if_unused(self._aging.popleft())
-        if self._current is not None and (self._current.num_users > 0 or self._max_age > 0):
-            self._stashed.append(self._current)
+        self._stash_current(is_used=self._max_age > 0)
+        super().before_step()
+
+    @override
+    @torch.no_grad()
+    def protect_versions(self) -> None:
+        self._stash_current()
+
+    def _stash_current(self, *, is_used: bool = False) -> None:
+        current, self._current = self._current, None
+        if current is not None and (current.num_users > 0 or is_used):
+            self._stashed.append(current)
             self._leave_current()
             self.peak_stash_bytes = max(self.peak_stash_bytes, self.stash_bytes)
-        self._current = None
-        super().before_step()
 
     @override
     def restart(self) -> None:
@@ -222,7 +233,8 @@ class Stashed(WeightPolicy):
     def _leave_current(self) -> None:
         """Moves the parameters to fresh memory, away from the newest version's."""
         for parameter in self._parameters.values():
-            if parameter.requires_grad:
+            # One that was frozen lately may have a gradient of a batch before.
+            if parameter.requires_grad or parameter.grad is not None:
                 parameter.data = parameter.data.clone()
         self.num_copies += 1
 

@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.replicas import (
-    average_gradients,
     average_used,
     broadcast_state,
 )
@@ -122,7 +121,8 @@ class Updates:
             None if is_reduced else self._complete, is_complete=not accumulating
         )
         if not accumulating and self._tied.names:
-            self._tied.install(self._pipeline.due_update, self._pipeline.stages.named_parameters())
+            parameters = self._pipeline.stages.updated_parameters()
+            self._tied.install(self._pipeline.due_update, parameters)
         loss = self._precision_plugin.post_backward(loss, self._module)
         if not accumulating:
             self._pipeline.begin_update()
@@ -224,8 +224,10 @@ class StageUpdates(RunSetup):
     def complete_gradients(self) -> None:
         """Averages the gradients in the parameters over the replicas."""
         if self.mesh.data_size > 1:
-            parameters = self.session.pipeline.stages.named_parameters()
-            average_gradients(parameters.values(), self.device_group(*DATA_AXES))
+            own = [*self.session.pipeline.stages.updated_parameters().values()]
+            found = average_used([p.grad for p in own], own, self.device_group(*DATA_AXES))
+            for parameter, gradient in zip(own, found, strict=True):
+                parameter.grad = gradient
 
     def complete_early(self, update: int, gradients: dict[str, Tensor]) -> None:
         """Averages gradients that are final, and starts their sums, norms and votes.
@@ -235,7 +237,7 @@ class StageUpdates(RunSetup):
             gradients: The gradients by parameter name; changed.
         """
         if self.mesh.data_size > 1:
-            own = self.session.pipeline.stages.named_parameters()
+            own = self.session.pipeline.stages.updated_parameters()
             before = [gradients.get(name) for name in own]
             found = average_used(before, [*own.values()], self.device_group(*DATA_AXES))
             means = zip(own, found, strict=True)

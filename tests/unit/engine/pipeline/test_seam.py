@@ -32,14 +32,15 @@ def test_a_step_runs_what_it_is_given_and_goes_on_or_leaves() -> None:
     assert net(3) == 3
 
 
-def test_a_step_cannot_catch_its_own_end() -> None:
+@pytest.mark.parametrize("kind", [Exception, BaseException])
+def test_a_step_cannot_catch_its_own_end(kind: type[BaseException]) -> None:
     net = nn.Sequential(nn.Identity())
     interceptor = intercept(net)
 
     def step() -> int:
         try:
             net(3)
-        except Exception:
+        except kind:
             return -1
         return 0
 
