@@ -4,6 +4,9 @@ Lightning's ``WeightAveraging`` copies the whole module, which no rank of a shar
 has. An average of shards is the shard of the average, so nothing needs to be sent. Validation
 and the saved ``state_dict`` have the average. Training goes on from the latest weights, which
 are saved beside it, under Lightning's name for them.
+
+Under an asynchronous schedule a stage's update comes some batches after its batch, and the last
+ones in a drain, behind the last batch. So there each stage averages at its own updates.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_dist.engine.tensors.dtensor import local_part
@@ -52,6 +56,7 @@ class ShardedWeightAveraging(pl.Callback):
         self._are_shown = False
         self._last_step = 0
         self._num_updates = 0
+        self._own_updates: RemovableHandle | None = None  # under an asynchronous schedule
 
     @property
     def averages(self) -> dict[str, Tensor]:
@@ -71,6 +76,8 @@ class ShardedWeightAveraging(pl.Callback):
                 " with different averages. Let them step together (sync_every=1, mode='sync'), or"
                 " leave the callback out."
             )
+        if stage == TrainerFn.FITTING:  # an earlier run may have failed
+            self._forget()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -80,6 +87,13 @@ class ShardedWeightAveraging(pl.Callback):
         named = pl_module.named_parameters()
         self._averages = {name: self._averages[name].to(p.device) for name, p in named}
         self._last_step = trainer.global_step
+        view = view_of(trainer.strategy)
+        pipeline = None if view is None else view.pipeline
+        if pipeline is not None and pipeline.asynchronous:
+            (optimizer,) = trainer.optimizers
+            self._own_updates = optimizer.register_step_post_hook(
+                lambda *_: self._end_step(pl_module, self._last_step + 1)
+            )
 
     def _take(self, module: pl.LightningModule) -> None:
         self._averages = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -89,8 +103,10 @@ class ShardedWeightAveraging(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         step = trainer.global_step
-        if step == self._last_step:
-            return  # gradients are being accumulated
+        if self._own_updates is None and step > self._last_step:  # else gradients accumulate
+            self._end_step(pl_module, step)
+
+    def _end_step(self, pl_module: pl.LightningModule, step: int) -> None:
         self._last_step = step
         if step > self._start_at_step and (step - self._start_at_step) % self._every_n_steps == 0:
             self._update(pl_module)
@@ -140,12 +156,22 @@ class ShardedWeightAveraging(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self._are_shown:  # a validation has not come to its end
             self._swap(pl_module)
+        self._stop_counting()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._swap(pl_module)
+        self._forget()  # the next module may be another
+
+    def _forget(self) -> None:
         self._averages, self._are_shown = {}, False
-        self._num_updates = 0  # of this module; the next may be another
+        self._num_updates = 0
+        self._stop_counting()
+
+    def _stop_counting(self) -> None:
+        if self._own_updates is not None:
+            self._own_updates.remove()
+            self._own_updates = None
 
     @override
     def state_dict(self) -> dict[str, Any]:

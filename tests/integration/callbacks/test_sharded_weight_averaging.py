@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist import DDPStrategy, ParameterServerStrategy
+from lightning_dist import DDPStrategy, ParameterServerStrategy, PipelineStrategy
 from lightning_dist.callbacks import ShardedWeightAveraging
 from lightning_dist.checkpoint import load_full
 from tests.helpers.networks.foreach import foreach_by_default
-from tests.helpers.networks.models import make_module, make_trainer, state_of
+from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
     STEPS_OF_AN_EPOCH,
@@ -100,6 +100,62 @@ def test_another_module_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(state_of(module), averaged(module.history))
 
 
+class Stops(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            raise RuntimeError("in the midst of it")
+
+
+def test_a_module_after_a_run_that_failed_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    averaging = ShardedWeightAveraging(DECAY, start_at_step=2)
+    failing, entry = trainer_of(None, max_epochs=2, callbacks=[averaging, Stops()])
+    module = make_module(Kept, optimizer="adamw")
+    for parameter in module.parameters():
+        parameter.data.mul_(2.0)
+    with pytest.raises(RuntimeError, match="in the midst of it"):
+        failing.fit(module, *loaders_of(failing, entry))
+    trainer, entry = trainer_of(None, max_epochs=2, callbacks=[averaging])
+    module = make_module(Kept, optimizer="adamw")
+    trainer.fit(module, *loaders_of(trainer, entry))
+    assert_close(state_of(module), averaged(module.history))
+
+
+class KeptUpdates(Kept):
+    """Keeps the weights behind each update of this rank's stage, and what validations see."""
+
+    def on_train_start(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+        optimizer: Any = self.trainer.optimizers[0]
+        optimizer.register_step_post_hook(lambda *_: self.history.append(state_of(self)))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+    def on_validation_epoch_start(self) -> None:
+        self.seen.append(state_of(self))
+
+
+def fit_late() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], dict[str, Tensor]]:
+    module = make_module(KeptUpdates, optimizer="adamw")
+    strategy = PipelineStrategy(schedule="pipedream")
+    averaging = ShardedWeightAveraging(DECAY, start_at_step=2)
+    trainer = make_trainer(devices=3, strategy=strategy, max_epochs=2, callbacks=[averaging])
+    trainer.fit(module, make_loader(48), make_loader(8))
+    return module.history, module.seen, state_of(module)
+
+
+def test_stages_of_an_asynchronous_schedule_average_at_their_own_updates(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for history, seen, state in workers.run(3, fit_late):
+        assert len(history) == 12
+        assert_close(seen[0], averaged(history[:6]))
+        assert_close(seen[1], averaged(history))
+        assert_close(state, averaged(history))
+
+
 class SavesWhatFails(L.Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -135,7 +191,7 @@ def test_a_validation_that_fails_leaves_the_latest_weights(
 
 def test_averages_follow_the_module_to_its_device() -> None:
     averaging, module = ShardedWeightAveraging(), make_module(Synced)
-    trainer: Any = SimpleNamespace(global_step=0)
+    trainer: Any = SimpleNamespace(global_step=0, strategy=None)
     averaging.on_train_start(trainer, module)
     assert {average.device.type for average in averaging._averages.values()} == {"cpu"}
     averaging.on_train_start(trainer, module.to("meta"))
@@ -152,7 +208,7 @@ def test_a_tied_parameter_is_averaged_under_each_name() -> None:
     module = L.LightningModule()
     module.first, module.last = nn.Linear(2, 2), nn.Linear(2, 2)
     module.last.weight = module.first.weight
-    trainer: Any = SimpleNamespace(global_step=0)
+    trainer: Any = SimpleNamespace(global_step=0, strategy=None)
     averaging = ShardedWeightAveraging(decay=0.5)
     averaging.on_train_start(trainer, module)
     for step, value in enumerate((2.0, 4.0)):
@@ -169,7 +225,7 @@ def test_a_tied_parameter_is_averaged_under_each_name() -> None:
 @pytest.mark.parametrize("has_averaged", [False, True])
 def test_layers_may_move_before_the_first_average_only(has_averaged: bool) -> None:
     averaging, module = ShardedWeightAveraging(start_at_step=1), make_module(Synced)
-    trainer: Any = SimpleNamespace(global_step=0)
+    trainer: Any = SimpleNamespace(global_step=0, strategy=None)
     averaging.on_train_start(trainer, module)
 
     def step() -> None:
