@@ -28,6 +28,9 @@ from lightning_dist.engine.pipeline.split_backward import nodes_beneath
 from lightning_dist.engine.tensors.patch import has_gradient_hooks
 from lightning_dist.engine.tensors.tree import flatten
 
+# Logits of a large vocabulary have more, and need several times their memory to be looked at.
+_MOST_ELEMENTS = 1 << 20
+
 
 def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> None:
     """Checks that no attribute of the layers holds a loss that the last stage would miss.
@@ -62,39 +65,60 @@ def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> No
             )
 
 
-def compares_samples(loss: Tensor, outputs: Sequence[Tensor], num_samples: int) -> bool | None:
+def compares_samples(
+    loss: Tensor, outputs: Sequence[Tensor], inputs: Sequence[Tensor], num_samples: int
+) -> bool | None:
     """Finds whether a sample's gradient depends on the other samples of its micro-batch.
 
     Args:
         loss: The micro-batch's loss, with its autograd graph.
-        outputs: What the loss was computed of; those of ``num_samples`` rows are looked at.
+        outputs: What the loss was computed of; those with rows for each sample are looked at.
+        inputs: What the stage has received for these samples, and made the outputs of.
         num_samples: Samples of the micro-batch.
 
     Returns:
         Whether it is known to depend on them. None if the micro-batch cannot tell: it has one
         sample, or no output has a row for each.
     """
-    rows = [output for output in outputs if _has_rows(output, num_samples)]
-    if num_samples < 2 or not rows or not loss.requires_grad:
+    if num_samples < 2 or not loss.requires_grad:
+        return None
+    rows = [t for t in outputs if _has_rows(t, num_samples) and _depends_on(t, inputs)]
+    if not rows:
         return None
     if not _is_twice_differentiable(loss, rows):
         return False
-    half = num_samples // 2
     generator = torch.Generator().manual_seed(0)  # the run's own numbers stay as they are
     try:
         first = torch.autograd.grad(loss, rows, create_graph=True, allow_unused=True)
-        products = [
-            (torch.randn(g[:half].shape, generator=generator).to(g) * g[:half]).sum()
-            for g in first
-            if g is not None and g.requires_grad
-        ]
+        products = []
+        for gradient in first:
+            if gradient is not None and gradient.requires_grad:
+                some, _ = _two_groups(len(gradient), num_samples)
+                factors = torch.randn(gradient[some].shape, generator=generator)
+                products.append((gradient[some] * factors.to(gradient)).sum())
         if not products:  # the loss is linear
             return False
         second = torch.autograd.grad(products, rows, retain_graph=True, allow_unused=True)
-        found = torch.stack([g[half:].abs().sum().double() for g in second if g is not None])
-        return bool((found.isfinite() & (found > 0.0)).any())
+        found = [g[_two_groups(len(g), num_samples)[1]] for g in second if g is not None]
+        largest = torch.stack([part.abs().amax().double() for part in found])
+        return bool((largest.isfinite() & (largest > 0.0)).any())
     except RuntimeError:  # an operation has no second derivative, or a meta tensor no value
         return False
+
+
+def _two_groups(num_rows: int, num_samples: int) -> tuple[list[int], list[int]]:
+    """Returns rows of some samples and rows of others.
+
+    Of several rows for each sample it is not known whether those of a sample follow each other, as
+    tokens do, or are as far apart as there are samples, as joined views are. The groups have no
+    sample in common either way.
+    """
+    per_sample, half = num_rows // num_samples, num_samples // 2
+    is_early = [(i % num_samples < half, i // per_sample < half) for i in range(num_rows)]
+    return (
+        [row for row, early in enumerate(is_early) if all(early)],
+        [row for row, early in enumerate(is_early) if not any(early)],
+    )
 
 
 def warn_of_comparison(step: str, num_samples: int) -> None:
@@ -107,20 +131,28 @@ def warn_of_comparison(step: str, num_samples: int) -> None:
     warnings.warn(
         "The gradient of a sample depends on the other samples of its batch: the loss compares"
         " samples, normalises over them, or is no mean (a root of one, say). Batches for"
-        f" {step} are cut here, so a sample meets {num_samples - 1} others at a time, and the loss"
-        " is another one than on one device. Set num_microbatches=1 for the same;"
-        " schedule='pipedream' has no bubble then.",
+        f" {step} are cut into micro-batches of {num_samples} here, so the loss may be another one"
+        " than on one device. Set num_microbatches=1 for the same; schedule='pipedream' has no"
+        " bubble then.",
         stacklevel=2,
     )
 
 
 def _has_rows(output: Tensor, num_samples: int) -> bool:
-    if type(output) is not Tensor or output.ndim == 0 or output.shape[0] != num_samples:
+    if type(output) is not Tensor or output.ndim == 0:
         return False  # other classes may have no second derivatives, or errors of their own
     if has_gradient_hooks(output) or output.retains_grad:
         return False  # hooks gather the shards of a unit, say, and would do it twice
+    if not 0 < output.numel() <= _MOST_ELEMENTS or output.shape[0] % num_samples:
+        return False
     # If time comes first, as `nn.CTCLoss` takes it, dim 1 has the samples.
     return output.ndim < 3 or output.shape[1] != num_samples
+
+
+def _depends_on(output: Tensor, inputs: Sequence[Tensor]) -> bool:
+    """Whether an output is made of the samples at all, and not of parameters alone."""
+    beneath = nodes_beneath([output])
+    return any(get_gradient_edge(tensor).node in beneath for tensor in inputs)
 
 
 def _is_twice_differentiable(loss: Tensor, outputs: Sequence[Tensor]) -> bool:

@@ -168,8 +168,10 @@ class Runtime:
         if torch.is_grad_enabled() and stage.is_last:
             loss = Loss.of(self._results[place])
             if stage.compares_samples is None:
-                outputs, num_samples = stage.in_flight[index].outputs, microbatch.num_samples
-                stage.compares_samples = compares_samples(loss.value, outputs, num_samples)
+                flight, num_samples = stage.in_flight[index], microbatch.num_samples
+                stage.compares_samples = compares_samples(
+                    loss.value, flight.outputs, flight.inputs, num_samples
+                )
                 if stage.compares_samples and microbatch.weight < 1.0:
                     warn_of_comparison("`training_step`", num_samples)
             share = microbatch.weight * work.gradient_scale

@@ -107,39 +107,64 @@ MEANS: dict[str, LossOf] = {
 }
 
 
+def made(*shape: int, **options: Any) -> tuple[list[Tensor], Tensor]:
+    """What a stage has received, and an output made of it."""
+    received = torch.randn(*shape, **options).requires_grad_()
+    return [received], received * 1.0
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*COMPARING, *MEANS])
 def test_a_loss_that_compares_samples_is_told_from_a_mean(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    outputs = torch.randn(6, 8, dtype=dtype).requires_grad_() * 1.0
+    inputs, outputs = made(6, 8, dtype=dtype)
     loss = (COMPARING | MEANS)[name](outputs)
     before = torch.random.get_rng_state()
-    assert compares_samples(loss, [outputs], 6) == (name in COMPARING)
+    assert compares_samples(loss, [outputs], inputs, 6) == (name in COMPARING)
     assert torch.equal(torch.random.get_rng_state(), before)
     loss.backward()  # the graph is still there
 
 
 def test_towers_are_looked_at_together() -> None:
-    images, texts = (torch.randn(4, 8).requires_grad_() * 1.0 for _ in range(2))
+    received, images = made(4, 8)
+    texts = received[0].flip(1) * 1.0
     loss = F.cross_entropy(images @ texts.T, torch.arange(4))
-    assert compares_samples(loss, [images, torch.ones(()), texts], 4)
+    assert compares_samples(loss, [images, torch.ones(()), texts], received, 4)
 
 
-def test_one_sample_cannot_tell_nor_do_rows_of_time() -> None:
-    outputs = torch.randn(5, 5, 8).requires_grad_() * 1.0
+@pytest.mark.parametrize("are_neighbours", [False, True], ids=["joined views", "tokens"])
+def test_a_sample_may_have_several_rows(are_neighbours: bool) -> None:
+    inputs, outputs = made(12, 8)
+    by_sample = outputs.view(4, 3, 8) if are_neighbours else outputs.view(3, 4, 8).transpose(0, 1)
+    of_samples = by_sample.mean(dim=1)
+    assert compares_samples(of_samples.square().mean(), [outputs], inputs, 4) is False
+    assert compares_samples(info_nce(of_samples), [outputs], inputs, 4)
+
+
+def test_one_sample_cannot_tell_nor_can_rows_of_time_or_of_parameters() -> None:
+    inputs, outputs = made(5, 5, 8)
     over_time = outputs.mean(dim=0).square().mean()
-    assert compares_samples(over_time, [outputs], 5) is None
-    assert compares_samples(over_time, [outputs[:1]], 1) is None
+    assert compares_samples(over_time, [outputs], inputs, 5) is None
+    assert compares_samples(over_time, [outputs[:1]], inputs, 1) is None
+    logarithms = nn.Parameter(torch.ones(2))  # of two tasks, beside micro-batches of two samples
+    for rows in (logarithms, logarithms.expand(2, 2)):
+        loss = rows.exp().sum() * rows.square().sum()
+        assert compares_samples(loss, [rows], inputs, 2) is None
+
+
+def test_large_outputs_are_left_alone() -> None:
+    inputs, outputs = made(4, (1 << 18) + 1)
+    assert compares_samples(outputs.var(dim=0).mean(), [outputs], inputs, 4) is None
 
 
 def test_hooks_of_outputs_run_once() -> None:
-    outputs = torch.randn(4, 8).requires_grad_() * 1.0
-    kept = torch.randn(4, 8).requires_grad_() * 1.0
+    inputs, outputs = made(4, 8)
+    kept = inputs[0] * 1.0
     kept.retain_grad()
     calls: list[Tensor] = []
     outputs.register_hook(calls.append)
     loss = info_nce(outputs) + info_nce(kept)
-    assert compares_samples(loss, [outputs, kept], 4) is None
+    assert compares_samples(loss, [outputs, kept], inputs, 4) is None
     loss.backward()
     assert len(calls) == 1
     assert kept.grad is not None
@@ -159,12 +184,12 @@ class Square(torch.autograd.Function):
 
 
 def test_a_function_of_the_users_is_not_run_again() -> None:
-    outputs = torch.randn(4, 8).requires_grad_() * 1.0
-    assert compares_samples(outputs.square().mean().sqrt(), [outputs], 4)
+    inputs, outputs = made(4, 8)
+    assert compares_samples(outputs.square().mean().sqrt(), [outputs], inputs, 4)
     loss = Square.apply(outputs).mean().sqrt()  # type: ignore[no-untyped-call]
-    assert compares_samples(loss, [outputs], 4) is False
+    assert compares_samples(loss, [outputs], inputs, 4) is False
     beneath = Square.apply(outputs)  # type: ignore[no-untyped-call]
-    assert compares_samples(beneath.mean().sqrt(), [beneath], 4)
+    assert compares_samples(beneath.mean().sqrt(), [beneath], inputs, 4)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved_1f1b"])
@@ -176,6 +201,8 @@ def test_a_pipeline_warns_of_a_loss_that_compares_samples(schedule: str) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert largest_difference(model, batches, plain_loss, config) < 1e-13
-    with pytest.warns(UserWarning, match=r"`training_step` are cut.* meets 3 others") as caught:
+    with pytest.warns(
+        UserWarning, match=r"`training_step` are cut into micro-batches of 4"
+    ) as caught:
         assert largest_difference(model, batches, lambda m, x: info_nce(m(x)), config) > 1e-6
     assert len(caught) == 1
