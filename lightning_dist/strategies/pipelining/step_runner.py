@@ -93,7 +93,11 @@ class StepRunner:
 
         Returns:
             The loss (or the dict with it) of the newest batch that all ranks know of.
+
+        Raises:
+            ValueError: A parameter that belongs to no stage is trained by now.
         """
+        self._step_state.check_frozen()
         batch, *rest = arguments
         batch = self._sample_lists.mark(batch, "training_step")
         trainer = self._module.trainer

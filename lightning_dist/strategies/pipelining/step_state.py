@@ -78,8 +78,9 @@ class StepState:
         self._base_names = {*vars(pl.LightningModule())}
         ids = {id(tensor) for tensor in outside}
         self._buffers = [name for name, buffer in module.named_buffers() if id(buffer) in ids]
-        frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-        self._fixed = [name for name, p in frozen if id(p) in ids and not is_dtensor(p)]
+        beside = [(name, p) for name, p in module.named_parameters() if id(p) in ids]
+        self._beside = dict(beside)
+        self._fixed = [n for n, p in beside if not (p.requires_grad or is_dtensor(p))]
         self._seen = self._written()
         self._changed: set[str] = set()
         self._grown: Counter[str] = Counter()  # items that steps have appended to lists
@@ -88,6 +89,20 @@ class StepState:
         self._undo = [add_first_callback(module.trainer, LambdaCallback(**ends))]
         for name in _ENDS:  # a learning rate finder takes the callbacks away
             self._undo.append(replace_method(module, name, self._sharing(getattr(module, name))))
+
+    def check_frozen(self) -> None:
+        """Checks that no parameter outside of the layers is trained by now.
+
+        Raises:
+            ValueError: A hook has thawed one, which belongs to no stage.
+        """
+        thawed = [name for name, p in self._beside.items() if p.requires_grad]
+        if thawed:
+            raise ValueError(
+                f"{thawed[0]!r} requires a gradient by now, but is outside of the pipelined module,"
+                " so it belongs to no stage and would not be trained. Make it part of that module,"
+                " like `nn.Sequential(*layers, head)`, or leave it frozen."
+            )
 
     def close(self) -> None:
         """Ends the sending."""

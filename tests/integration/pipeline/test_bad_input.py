@@ -38,6 +38,15 @@ class Outside(Classifier):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class Thawed(Outside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.scale.requires_grad_(batch_idx == 1)
+
+
 class Several(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -143,6 +152,7 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
     "partition length": (2, Classifier, {"partition": [8]}, {}, r"2 stages"),
     "several sequences": (2, Several, {}, {}, r"Several.*model.*encoder.*layers="),
     "outside": (2, Outside, {}, {}, r"'scale' is outside of the pipelined module 'model'"),
+    "thawed": (2, Thawed, {}, {}, r"'scale' requires a gradient by now, but is outside"),
     "no such path": (2, Classifier, {"layers": "body"}, {}, r"layers='body'.*'model'"),
     "not a sequence": (2, Classifier, {"layers": "model.0"}, {}, r"is a ConvLayer"),
     "tied": (
