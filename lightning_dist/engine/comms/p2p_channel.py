@@ -6,7 +6,8 @@ gloo with CPU tensors, where all of its semantics are tested.
 
 The receiver must know a message's shapes before it comes, and must not wait for the sender to tell.
 Both ends know the *key* of a message: the shapes of its micro-batch. The first message of a key is
-preceded by its schema, over a control channel of the host. Later ones of that key come without.
+preceded by its schema, over a control channel of the host. Later ones of that key come without. So
+the first activation of a batch has none: it says which tensors need a gradient by now.
 
 A communicator runs its operations in order. Two stages send to each other in both directions, and
 two ranks may have several stages, whose messages come in another order than they were sent. So each
@@ -215,13 +216,15 @@ def _changed_schema(before: object, now: object) -> ValueError:
         "A stage has sent two micro-batches whose inputs have the same shapes, but whose"
         f" activations or gradients differ: {_describe(before)} before, {_describe(now)} now. The"
         " next stage has to know shapes before a tensor comes. Let shapes depend on the batch's"
-        " shapes only, or pass transport='gloo', which sends the shapes along."
+        " shapes only, and each loss on the model's outputs (`output.sum() * 0.0` in place of a"
+        " constant), or pass transport='gloo', which sends the shapes along."
     )
 
 
 def _describe(schema: Any) -> str:
     skeleton, infos = schema
-    tensors = ", ".join(f"{info.shape} {info.dtype}" for info in infos) or "no tensors"
+    told = (f"{i.shape} {i.dtype}{' with grad' if i.requires_grad else ''}" for i in infos)
+    tensors = ", ".join(told) or "no tensors"
     return f"{tensors} in {skeleton!r}"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_dist.engine.comms.packet import TensorInfo
 from lightning_dist.engine.pipeline.gradients import LossWeights, WeighedGradients
 from lightning_dist.engine.pipeline.links import Links
 from lightning_dist.engine.pipeline.loss_checks import compares_samples, warn_of_comparison
@@ -101,7 +102,12 @@ class Runtime:
         self._results: dict[Place, Any] = {}
         self._gradients_in: dict[Place, WeighedGradients] = {}
         self._gradients_out: dict[Place, WeighedGradients] = {}
-        self._keys: dict[Place, Hashable] = {}  # of the messages about a micro-batch in flight
+        # The first activation of a batch, by the stage before its boundary. Users freeze and thaw
+        # layers between batches, and only the sending stage sees it.
+        self._first: dict[int, tuple[TensorInfo, ...]] = {}
+        # Of the gradients that a stage will send, and receive, for a micro-batch in flight.
+        self._keys_out: dict[Place, Hashable] = {}
+        self._keys_in: dict[Place, Hashable] = {}
         self._handlers: dict[ActionKind, Callable[[Place, Work | None], None]] = {
             ActionKind.RECV_F: self._receive_activation,
             ActionKind.FORWARD: self._forward,
@@ -129,6 +135,7 @@ class Runtime:
             The user's step's results on the last stage, in the order of the micro-batches; empty
             on ranks without the last stage.
         """
+        self._first.clear()
         for action in actions:
             place = (action.stage_index, action.microbatch_index)
             start = self._recorder.mark()
@@ -145,7 +152,7 @@ class Runtime:
     def clear(self) -> None:
         """Forgets everything in flight, after a failure."""
         stores = (self._received, self._results, self._gradients_in, self._gradients_out)
-        for store in (*stores, self._keys):
+        for store in (*stores, self._keys_out, self._keys_in):
             store.clear()
         for stage in self._stages.values():
             stage.clear()
@@ -153,8 +160,11 @@ class Runtime:
     def _receive_activation(self, place: Place, work: Work | None) -> None:
         stage, index = place
         assert work is not None
-        tag, key = self._tag(stage - 1, index), work.key(index)
-        self._received[place] = self._links.activations_in[stage].receive(tag=tag, key=key)
+        tag, key = self._tag(stage - 1, index), self._activation_key(stage - 1, index, work)
+        received = self._links.activations_in[stage].receive(tag=tag, key=key)
+        self._received[place] = received
+        if torch.is_grad_enabled():
+            self._keys_out[place] = self._gradient_key(stage - 1, received)
 
     def _forward(self, place: Place, work: Work | None) -> None:
         assert work is not None
@@ -162,8 +172,6 @@ class Runtime:
         stage, microbatch = self._stages[number], work.microbatches[index]
         seed = (*work.seed, microbatch.index)
         received = self._received.pop(place, None)
-        if torch.is_grad_enabled():
-            self._keys[place] = work.key(index)
         self._results[place] = stage.forward(index, microbatch, received, work.step, seed)
         if torch.is_grad_enabled() and stage.is_last:
             loss = Loss.of(self._results[place])
@@ -184,12 +192,33 @@ class Runtime:
         stage, index = place
         activation = self._results.pop(place)
         assert work is not None
-        tag, key = self._tag(stage, index), work.key(index)
+        tag, key = self._tag(stage, index), self._activation_key(stage, index, work)
         self._links.activations_out[stage].send(activation, tag=tag, key=key)
+        if torch.is_grad_enabled():
+            self._keys_in[place] = self._gradient_key(stage, activation)
+
+    def _activation_key(self, before: int, index: int, work: Work) -> Hashable:
+        """Returns what both ends know of an activation; nothing of the first one of a batch.
+
+        Args:
+            before: The stage before the boundary.
+            index: The micro-batch.
+            work: Its batch.
+        """
+        key = work.key(index)
+        if key is None or not torch.is_grad_enabled():
+            return key
+        first = self._first.get(before)
+        return None if first is None else (key, first)
+
+    def _gradient_key(self, before: int, activation: Any) -> Hashable:
+        infos = tuple(TensorInfo.of(tensor) for tensor in flatten(activation)[0])
+        self._first.setdefault(before, infos)
+        return infos
 
     def _receive_gradient(self, place: Place, _: Work | None) -> None:
         stage, index = place
-        tag, key = self._tag(stage, index), self._keys[place]
+        tag, key = self._tag(stage, index), self._keys_in.pop(place)
         self._take_gradients(place, self._links.gradients_in[stage].receive(tag=tag, key=key))
 
     def _take_gradients(self, place: Place, gradients: WeighedGradients) -> None:
@@ -209,9 +238,7 @@ class Runtime:
         self._keep_gradients(place, replace(given, gradients=found))
 
     def _keep_gradients(self, place: Place, gradients: WeighedGradients) -> None:
-        if self._stages[place[0]].is_first:
-            self._keys.pop(place)
-        else:
+        if not self._stages[place[0]].is_first:
             self._gradients_out[place] = gradients
 
     def _backward_weight(self, place: Place, _: Work | None) -> None:
@@ -221,7 +248,7 @@ class Runtime:
     def _send_gradient(self, place: Place, _: Work | None) -> None:
         stage, index = place
         gradients = self._gradients_out.pop(place)
-        tag, key = self._tag(stage - 1, index), self._keys.pop(place)
+        tag, key = self._tag(stage - 1, index), self._keys_out.pop(place)
         self._links.gradients_out[stage].send(gradients, tag=tag, key=key)
 
     def _complete(self, place: Place, _: Work | None) -> None:

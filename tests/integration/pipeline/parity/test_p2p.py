@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader
 from lightning_dist import PipelineStrategy
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES
 from tests.helpers.networks.chosen import chosen
-from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
+from tests.helpers.networks.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.pipeline.parity.test_tied import TiedText, loader
 
@@ -103,24 +109,67 @@ def test_shapes_of_batches_of_an_unknown_class_are_sent_along(workers: WorkerPoo
     workers.run(2, train_on_hidden_batches)
 
 
-def train_with_growing_crops(transport: str) -> None:
+def train_with_crops(transport: str, num_microbatches: int) -> str:
     module = TiedText()
-    lengths = iter((3, 2))
+    lengths = iter((3, 2) if num_microbatches == 1 else (3, 3, 2, 2))
 
     def crop(batch: Any, *_: Any) -> Any:
         length = next(lengths)
         return TiedText.training_step(module, [part.clone()[:, :length] for part in batch], 0)
 
     module.training_step = crop  # type: ignore[method-assign]
-    strategy = PipelineStrategy(schedule="1f1b", num_microbatches=1, transport=transport)
-    trainer = make_trainer(devices=2, strategy=strategy, max_steps=2, limit_val_batches=0)
-    if transport == "gloo":
+    strategy = PipelineStrategy(
+        schedule="1f1b", num_microbatches=num_microbatches, transport=transport
+    )
+    steps = 2 if num_microbatches == 1 else 1
+    trainer = make_trainer(devices=2, strategy=strategy, max_steps=steps, limit_val_batches=0)
+    try:
         trainer.fit(module, loader(), loader())
-        return
-    with pytest.raises(ValueError, match="the same shapes.*transport='gloo'"):
-        trainer.fit(module, loader(), loader())
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("transport", ["gloo", "p2p"])
-def test_shapes_that_the_batch_does_not_tell_need_gloo(workers: WorkerPool, transport: str) -> None:
-    workers.run(2, train_with_growing_crops, transport)
+def test_shapes_may_change_between_batches_that_do_not_tell(
+    workers: WorkerPool, transport: str
+) -> None:
+    assert workers.run(2, train_with_crops, transport, 1) == ["", ""]
+
+
+def test_shapes_that_the_micro_batch_does_not_tell_need_gloo(workers: WorkerPool) -> None:
+    assert workers.run(2, train_with_crops, "gloo", 4) == ["", ""]
+    for text in workers.run(2, train_with_crops, "p2p", 4):
+        assert "the same shapes" in text
+        assert "transport='gloo'" in text
+
+
+class Thawed(Classifier):
+    """Trains its last layers, then all, and then the first ones no more."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.model[:4].requires_grad_(batch_idx in (2, 3, 4))
+
+
+def fit_thawed(devices: int, schedule: str) -> State:
+    strategy: Any = "auto"
+    if devices > 1:
+        strategy = PipelineStrategy(schedule=schedule, transport="p2p", partition="uniform")
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=1)
+    module = make_module(Thawed)
+    trainer.fit(module, make_loader(44), make_loader(8))
+    return state_of(module)
+
+
+@pytest.mark.some("1f1b")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
+def test_layers_may_be_frozen_and_thawed_between_batches(
+    workers: WorkerPool, schedule: str
+) -> None:
+    (expected,) = workers.run(1, fit_thawed, 1, schedule)
+    found: State = {}
+    for rank in workers.run(2, fit_thawed, 2, schedule):
+        found |= rank
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14, msg=name)
