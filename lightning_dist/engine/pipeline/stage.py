@@ -12,6 +12,7 @@ A :class:`.WeightPolicy` decides which weights a forward and its backward see.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
+from lightning_dist.engine.splitting.sample_dim import warn_of_time_first
 from lightning_dist.engine.splitting.whole_step import StepInterceptor
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
 from lightning_dist.engine.stashing.versions import SwappedWeights, WeightPolicy, WeightVersion
@@ -240,10 +242,14 @@ class Stage:
             layer_input = self._found.layer_input(self.is_first, received, arguments, keywords)
             # A copy for another run, since the layers may write into their input.
             given = map_tensors(copy_of, layer_input) if self._recomputes else layer_input
-            output = self._run_layers(given, name)
-            if has_backward and not (self.is_last or self._has_looked):
+            looks = has_backward and not self._has_looked
+            with ExitStack() as around:
+                if looks and microbatch.weight < 1.0:
+                    around.enter_context(warn_of_time_first(self.layers, microbatch.num_samples))
+                output = self._run_layers(given, name)
+            if looks and not self.is_last:
                 check_no_side_losses(self.layers, self._stage_index, output)
-                self._has_looked = True
+            self._has_looked |= has_backward
             output = map_tensors(cut_from_graph, output) if self._recomputes else output
             return output
 
