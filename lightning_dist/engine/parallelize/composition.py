@@ -223,7 +223,9 @@ def _find_split(
         is_traced_well = is_traced(module) and not isinstance(error, UncutError)
         if not_found is None or is_traced_well:
             raise
-        raise ValueError(f"{not_found} Tracing it instead failed, too: {error}") from None
+        raise ValueError(
+            f"{error} Or change the model so that it needs no trace. {not_found}"
+        ) from None
 
 
 def _ties_sharded_differently(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]:

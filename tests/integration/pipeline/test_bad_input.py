@@ -170,7 +170,7 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
         {},
         r"'model.0.conv.weight' is also 'first.conv.weight', outside of .*'model'",
     ),
-    "called twice": (2, Twice, {}, {}, r"called the pipelined module twice"),
+    "called twice": (2, Twice, {}, {}, r"called the pipelined module more than once"),
     "not called": (2, NotAtAll, {}, {}, r"without a call of the pipelined module"),
     "few samples": (2, Classifier, {"num_microbatches": 9}, {}, r"8 samples.*num_microbatches=9"),
     "manual": (2, Manual, {}, {}, r"automatic_optimization=False"),

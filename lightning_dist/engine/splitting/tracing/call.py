@@ -21,6 +21,10 @@ from torch.utils import _pytree as pytree
 from lightning_dist.engine.tensors.patch import replace_method
 
 _ALIKE = "Call it alike in all steps, and make `example_input_array`, if there is one, like that"
+_RECURRENT = (
+    " torch.export also fixes the length that nn.LSTM, nn.GRU and nn.RNN get: with one of them, pad"
+    " all batches to one length."
+)
 
 
 @dataclass(frozen=True)
@@ -152,8 +156,8 @@ class CallCheck:
                 if not eval(code, dict(self._namespace), {"L": named}):
                     raise ValueError(
                         f"A call of the traced module has sizes for which its graph is not made:"
-                        f" {guard} is wrong. Its forward does something else then, and an"
-                        " `example_input_array` of such sizes would trace that."
+                        f" {guard} is wrong. Where its forward does something else then, an"
+                        f" `example_input_array` of such sizes would trace that.{_RECURRENT}"
                     )
             self._known.add(kind)
         return list(leaves.values())
@@ -177,7 +181,7 @@ class CallCheck:
             raise ValueError(
                 f"{name} has shape {tuple(leaf.shape)} and {leaf.dtype} in a call of the traced"
                 f" module, whose graph takes ({shape}) and {expected.dtype}. {_ALIKE}; a size of 1"
-                " in the example stays 1."
+                f" in the example stays 1.{_RECURRENT}"
             )
 
 

@@ -231,8 +231,18 @@ def _explain(error: Exception) -> str:
             " `torch.cond`), or decide in `training_step`; take numbers from Python, as `range`"
             " gives them, and not from a tensor by `tolist()` or `item()`. " + _INSTEAD
         )
+    if _is_mask_compared(error.__traceback__):
+        advice = (
+            "torch's transformers compare a mask with a causal one, unless they are told: pass"
+            " `is_causal=` (to a decoder, `tgt_is_causal=`) beside the mask."
+        )
     place = _place(error.__traceback__)
     return f"torch.export cannot trace the forward{place}. It says: {reason}. {advice}"
+
+
+def _is_mask_compared(found: TracebackType | None) -> bool:
+    # Private, but no more than a name: without it the advice is the general one.
+    return any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(found))
 
 
 def _place(found: TracebackType | None) -> str:
@@ -258,6 +268,7 @@ def _refuse_fixed_batch(program: ExportedProgram, call: Call) -> None:
             f"The forward takes the batch size for a constant, {call.batch_size} as in the example,"
             f" but micro-batches are of other sizes{_fixed_at(program)}. Take the size from the"
             " tensor, as in `x.view(x.shape[0], -1)` or `x.flatten(1)`; `len(x)` gives a constant."
+            " Where dim 0 is time (`batch_first=False`), lay batches out as [samples, time, ...]."
             f" Of a larger batch the trace says: {errors[0]}"
         )
 

@@ -52,7 +52,7 @@ def test_a_module_that_is_not_called_once_is_refused() -> None:
     interceptor = intercept(net, lambda x, by: f"{x} by {by}")
     with pytest.raises(ValueError, match="without a call"):
         interceptor.run(lambda: 1, double, leaves=False)
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="more than once"):
         interceptor.run(lambda: net(net(1)), double, leaves=False)
     assert net(1, by=2) == "1 by 2"  # outside of a step
 
