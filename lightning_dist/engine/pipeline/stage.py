@@ -123,8 +123,8 @@ class ForwardInterceptor:
             return self._compiler.resume(self._own_forward, *arguments, **keywords)
         if self._outputs:
             raise ValueError(
-                "The step called the pipelined module more than once. A pipeline runs each layer once"
-                " per micro-batch: call the module once per step, as on all inputs joined by"
+                "The step called the pipelined module more than once. A pipeline runs each layer"
+                " once per micro-batch: call the module once per step, as on all inputs joined by"
                 " `torch.cat` (BatchNorm then sees them all), whose outputs `chunk` parts again, or"
                 " use DDPStrategy."
             )
