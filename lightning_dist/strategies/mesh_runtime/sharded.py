@@ -146,6 +146,7 @@ class ShardedStrategy(ShardedPlacement):
 
     @override
     def annotate(self, exception: BaseException) -> None:
+        super().annotate(exception)
         note_shard_errors(exception)
 
     @override

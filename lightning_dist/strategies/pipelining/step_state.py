@@ -19,6 +19,7 @@ predictions, is as right as on one device; so a counter is warned of, and left.
 from __future__ import annotations
 
 import io
+import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,12 @@ _ENDS = (
 )
 _STEPS_TO_TELL = 8
 _ROUNDING = 1e-6  # of a norm
+_BY_NAME = (
+    "In a hook, `parameters()` of the model are those of this rank's layers. So do not pair them"
+    " with another network's by their order, as `zip(teacher.parameters(), model.parameters())`"
+    " does, but by name: `followers = dict(teacher.named_parameters(remove_duplicate=False))`, and"
+    " `followers[name].lerp_(p, 0.01)` for `name, p in model.named_parameters()`."
+)
 _MOST_INSIDE = 32  # lists of a few loaders, dicts of a few names; longer ones are of samples
 
 
@@ -181,11 +188,7 @@ class StepState:
             if max(products) - min(products) > _ROUNDING * max(norms):
                 raise ValueError(
                     f"Hooks have written other values into {name!r} on stages {writers}; their"
-                    f" norms are {norms}. In a hook, `parameters()` of the model are those of this"
-                    " rank's layers. So do not pair them with another network's by their order,"
-                    " as `zip(teacher.parameters(), model.parameters())` does, but by name:"
-                    " `followers = dict(teacher.named_parameters(remove_duplicate=False))`, and"
-                    " `followers[name].lerp_(p, 0.01)` for `name, p in model.named_parameters()`."
+                    f" norms are {norms}. {_BY_NAME}"
                 )
 
     def _take(self, names: Sequence[str], source: int) -> None:
@@ -265,6 +268,14 @@ class StepState:
         else:
             assert isinstance(mine, dict | set)
             mine.update(value)
+
+
+def note_pairing(error: BaseException) -> None:
+    """Adds advice to torch's error where a hook has paired tensors of other shapes."""
+    frames = traceback.extract_tb(error.__traceback__)
+    hooks = [f.name for f in frames if f.name.startswith("on_") and hasattr(pl.Callback, f.name)]
+    if isinstance(error, RuntimeError) and "must match the size of tensor" in str(error) and hooks:
+        error.add_note(f"This was in `{hooks[-1]}`. {_BY_NAME}")
 
 
 class StepCounters:

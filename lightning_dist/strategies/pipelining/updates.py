@@ -39,6 +39,7 @@ from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.run_setup import RunSetup
 from lightning_dist.strategies.pipelining import checks
 from lightning_dist.strategies.pipelining.spent_gradients import SpentGradients
+from lightning_dist.strategies.pipelining.step_state import note_pairing
 
 if TYPE_CHECKING:
     from lightning_dist.strategies.pipelining.session import Session
@@ -332,6 +333,12 @@ class StageUpdates(RunSetup):
             self._session.updates.drain(self.optimizers[0])
             self._session.step_state.merge()
             broadcast_state(self.module.buffers(), self.device_group(*DATA_AXES))
+
+    @override
+    def annotate(self, exception: BaseException) -> None:
+        super().annotate(exception)
+        if self.mesh.pp > 1:
+            note_pairing(exception)
 
     @override
     def before_validation(self) -> None:
