@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import os
 import threading
 import warnings
@@ -292,32 +291,6 @@ def test_a_teacher_follows_by_name_and_not_by_order(workers: WorkerPool) -> None
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     with pytest.raises(CaseFailedError, match=r"into 'teacher\.1\.bias' on stages"):
         workers.run(2, follow, 2, False)
-
-
-class OfOtherShapes(Classifier):
-    """Has a teacher whose layers are of other sizes than each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = (12, 9, 7, 5, 3)
-        layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
-        self.model = nn.Sequential(nn.Flatten(), *layers)
-        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
-            for slow, own in zip(self.teacher.parameters(), self.model.parameters(), strict=False):
-                slow.lerp_(own, 0.1)
-
-
-def follow_other_shapes() -> None:
-    trainer = make_trainer(devices=2, strategy=PipelineStrategy(), max_epochs=1)
-    trainer.fit(make_module(OfOtherShapes), make_loader(16), make_loader(8))
-
-
-def test_a_pair_of_other_shapes_is_explained(workers: WorkerPool) -> None:
-    with pytest.raises(CaseFailedError, match=r"in `on_train_batch_end`\. .*but by name"):
-        workers.run(2, follow_other_shapes)
 
 
 class Annealed(Classifier):
