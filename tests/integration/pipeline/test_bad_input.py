@@ -147,10 +147,10 @@ def attempt(
 CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, Any], str]] = {
     "world size": (3, Classifier, {"num_stages": 2}, {}, r"world size \(3\).*num_stages=2.*2 or 4"),
     "world too small": (2, Classifier, {"num_stages": 3}, {}, r"num_stages=3.*Use 3 devices"),
-    "too many stages": (2, NoSequence, {}, {}, r"No `nn.Sequential`.*layers='trace'"),
+    "too many stages": (2, NoSequence, {}, {}, r"layers='trace'.*No `nn.Sequential`"),
     "partition sum": (2, Classifier, {"partition": [3, 3]}, {}, r"\[3, 3\].*8 layers.*sum to 6"),
     "partition length": (2, Classifier, {"partition": [8]}, {}, r"2 stages"),
-    "several sequences": (2, Several, {}, {}, r"Several.*model.*encoder.*layers="),
+    "several sequences": (2, Several, {}, {}, r"layers='trace'.*Several.*model.*encoder"),
     "outside": (2, Outside, {}, {}, r"'scale' is outside of the pipelined module 'model'"),
     "thawed": (2, Thawed, {}, {}, r"'scale' requires a gradient by now, but is outside"),
     "no such path": (2, Classifier, {"layers": "body"}, {}, r"layers='body'.*'model'"),
