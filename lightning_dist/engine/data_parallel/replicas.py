@@ -141,21 +141,38 @@ class _Bucket:
     def __init__(self, parts: list[Tensor], group: DeviceGroup, wire: torch.dtype | None) -> None:
         self.parts = parts
         self._num_replicas = group.size
-        self._sum = torch.cat([part.reshape(-1) for part in parts]).to(group.device, wire)
+        numbers = [_as_real(part) for part in parts]
+        self._sizes = [own.numel() for own in numbers]
+        self._sum = torch.cat([own.reshape(-1) for own in numbers]).to(group.device, wire)
         work = dist.all_reduce(self._sum, group=group.group, async_op=True)
         assert work is not None
         self._work = work
 
     def wait(self) -> list[Tensor]:
-        """Returns views of the means, with the shapes of the tensors."""
+        """Returns the means, with the shapes of the tensors; mostly views of the message."""
         self._work.wait()
-        means = self._sum.div_(self._num_replicas).split([part.numel() for part in self.parts])
-        return [mean.view_as(part) for part, mean in zip(self.parts, means, strict=True)]
+        means = self._sum.div_(self._num_replicas).split(self._sizes)
+        return [_from_real(mean, part) for part, mean in zip(self.parts, means, strict=True)]
 
     def write_means(self) -> None:
         """Writes the means into the tensors."""
         for part, mean in zip(self.parts, self.wait(), strict=True):
             part.copy_(mean)
+
+
+def _as_real(part: Tensor) -> Tensor:
+    """Returns a tensor's numbers, of which a complex one has two for each element."""
+    # A wire is real, and a cast to it would drop the imaginary parts.
+    return torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+
+
+def _from_real(numbers: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor of the shape of another one, given its numbers in a row."""
+    if not like.is_complex():
+        return numbers.view_as(like)
+    # There are no complex numbers in bfloat16.
+    pairs = numbers.to(like.dtype.to_real()).view(*like.shape, 2)
+    return torch.view_as_complex(pairs)
 
 
 def _placed(own: Tensor, like: Tensor) -> Tensor:

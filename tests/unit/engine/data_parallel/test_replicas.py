@@ -18,6 +18,7 @@ from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
 from lightning_dist.engine.data_parallel.replicas import (
+    PendingAverage,
     average,
     average_gradients,
     average_used,
@@ -50,6 +51,25 @@ def test_gradients_are_sent_in_the_dtype_that_is_asked_for(sent: list[Tensor]) -
     average_gradients([parameter], DeviceGroup(REPLICAS.group, torch.device("cpu")), torch.bfloat16)
     assert [tensor.dtype for tensor in sent] == [torch.bfloat16]
     assert torch.equal(parameter.grad, torch.full((2,), 1.5))  # nothing comes from the other one
+
+
+@pytest.mark.parametrize("wire", [None, torch.float32, torch.bfloat16])
+def test_complex_tensors_keep_their_imaginary_part(
+    sent: list[Tensor], wire: torch.dtype | None
+) -> None:
+    group = DeviceGroup(REPLICAS.group, torch.device("cpu"))
+    values = torch.tensor([[2 + 4j, 6 - 8j], [1 + 3j, -5j]])
+    real, scalar = torch.tensor([2.0, 4.0]), torch.tensor(4 - 2j)
+    tensors = [values.t(), real, scalar, values.clone().conj()]  # the last one is conjugated lazily
+    whole = [2 * tensor.resolve_conj().clone() / 4 for tensor in tensors]
+    pending = PendingAverage(tensors, group, wire)
+    average(tensors, group, wire)
+    for found in (tensors, pending.wait()):
+        assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in whole]
+        for tensor, half in zip(found, whole, strict=True):
+            torch.testing.assert_close(tensor.resolve_conj(), half, rtol=0, atol=0)
+    assert {tensor.dtype for tensor in sent} == {wire or torch.float32}
+    assert sum(tensor.numel() for tensor in sent) == 2 * (8 + 2 + 2 + 8)
 
 
 def test_two_buckets_at_most_hold_copies(monkeypatch: pytest.MonkeyPatch) -> None:
