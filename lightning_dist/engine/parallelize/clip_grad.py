@@ -46,7 +46,7 @@ def clip_grad_norm_(
     if total_norm is None:
         total_norm = _total_norm(alike, pp_group, {id(parameter) for parameter in exclude})
     for group in alike:
-        norm = total_norm.to(group[0].device, group[0].dtype)
+        norm = total_norm.to(group[0].device, group[0].dtype.to_real())  # of complex ones too
         utils.clip_grads_with_norm_(group, max_norm, norm)
     return total_norm
 

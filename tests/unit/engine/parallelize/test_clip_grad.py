@@ -52,3 +52,13 @@ def test_a_sparse_gradient_counts_by_its_elements(sent: list[Tensor]) -> None:
     norms = AsyncGradNorm(DeviceGroup(dist.ProcessGroup(0, 1), torch.device("cpu")))
     norms.post(0, [table.weight.grad])
     torch.testing.assert_close(norms.of(0), table.weight.grad.to_dense().norm())
+
+
+def test_a_complex_gradient_is_clipped_by_its_magnitude() -> None:
+    whole, real = nn.Parameter(torch.zeros(1, dtype=torch.complex64)), nn.Parameter(torch.zeros(1))
+    whole.grad, real.grad = torch.tensor([3 + 4j]), torch.tensor([12.0])
+    assert float(clip_grad_norm_([whole, real], 6.5)) == 13
+    torch.testing.assert_close(whole.grad, torch.tensor([1.5 + 2j]))
+    torch.testing.assert_close(real.grad, torch.tensor([6.0]))
+    assert float(clip_grad_norm_([whole], 1.25, total_norm=torch.tensor(2.5))) == 2.5
+    torch.testing.assert_close(whole.grad, torch.tensor([0.75 + 1j]))
