@@ -38,7 +38,8 @@ class ErrorFeedback(ABC):
         parameters = bucket.parameters()
         lost = [self._lost.get(p) for p in parameters]
         flat = bucket.buffer() / self.group.size()
-        pieces = flat.split([p.numel() for p in parameters])
+        # A bucket has two numbers for each element of a complex parameter.
+        pieces = flat.split([p.numel() * (2 if p.is_complex() else 1) for p in parameters])
         for piece, rest in zip(pieces, lost, strict=True):
             if rest is not None:
                 piece += rest

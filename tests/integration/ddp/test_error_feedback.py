@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import DDPStrategy
 from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.engine.data_parallel.error_feedback import Int8
 from tests.helpers.networks.models import (
+    Classifier,
     make_data,
     make_loader,
     make_module,
@@ -164,6 +165,40 @@ def test_int8_equals_its_recursion(workers: WorkerPool, count: int) -> None:
 def test_buckets_are_kept_apart(workers: WorkerPool) -> None:
     one, other = workers.run(2, fit, "int8", 2, 1e-4)
     assert difference(one, other) == 0.0
+
+
+class Spectral(Classifier):
+    """Has complex weights, and real ones in the same network."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+        self.weight = nn.Parameter(torch.randn(2, 4, dtype=torch.complex64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        filtered = torch.fft.irfft(torch.fft.rfft(x.float()) * self.weight, n=6)
+        return F.cross_entropy(self.model(filtered), y)
+
+
+def fit_complex(compression: Any, topk_fraction: float = 1.0) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    module = Spectral()
+    strategy = DDPStrategy(compression, topk_fraction=topk_fraction)
+    trainer = make_trainer(devices=2, strategy=strategy, limit_val_batches=0)
+    trainer.fit(module, share_of(int(os.environ["RANK"]), NUM_SAMPLES), make_loader(8))
+    return state_of(module)
+
+
+@pytest.mark.parametrize(("compression", "at_most"), [("topk", 1e-5), ("int8", 1e-2)])
+def test_complex_gradients_lose_no_part(
+    workers: WorkerPool, compression: str, at_most: float
+) -> None:
+    expected, _ = workers.run(2, fit_complex, "none")
+    one, other = workers.run(2, fit_complex, compression)
+    assert difference(one, other) == 0.0
+    assert difference(one, expected) < at_most
+    few, _ = workers.run(2, fit_complex, "topk", FRACTION)
+    assert at_most < difference(few, expected)
 
 
 def fit_fp16(compression: Any) -> dict[str, Tensor]:
