@@ -193,9 +193,11 @@ def shard(
     _check_stacks(module, mesh)
     left_whole = {p for p in module.parameters() if is_indivisible(p)}
     apart = set() if kept is None else set(kept.parameters())
-    _check_dtypes(roots, module, units, apart | left_whole)
+    are_complex = _check_dtypes(roots, module, units, apart | left_whole)
     attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
     precision = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
+    # FSDP2 leaves complex parameters in their dtype, but would reduce gradients in a real one.
+    of_complex = replace(precision, reduce_dtype=None)
     in_fp32 = MixedPrecisionPolicy(
         param_dtype=None if options.param_dtype is None else torch.float32,
         output_dtype=options.param_dtype,
@@ -213,23 +215,25 @@ def shard(
         )
         apart = set(kept.parameters())  # which it has replaced
     for unit in units:
-        own = unit.reshard_after_forward
+        own, part = unit.reshard_after_forward, module.get_submodule(unit.name)
+        usual = of_complex if part in are_complex else precision
         fully_shard(
-            module.get_submodule(unit.name),
+            part,
             mesh=mesh,
             reshard_after_forward=options.reshard_after_forward if own is None else own,
-            mp_policy=in_fp32 if unit.keep_fp32 else precision,
+            mp_policy=in_fp32 if unit.keep_fp32 else usual,
             offload_policy=offload,
             shard_placement_fn=_shard_dim,
             ignored_params=apart | left_whole,
         )
     # A root's input is the user's batch, targets too: their dtype is not ours to change.
     for root in roots:
+        usual = of_complex if root in are_complex else precision
         fully_shard(
             root,
             mesh=mesh,
             reshard_after_forward=options.reshard_after_forward,
-            mp_policy=replace(precision, cast_forward_inputs=False),
+            mp_policy=replace(usual, cast_forward_inputs=False),
             offload_policy=offload,
             shard_placement_fn=_shard_dim,
             ignored_params=apart | left_whole,
@@ -249,8 +253,12 @@ def _check_dtypes(
     module: nn.Module,
     units: Sequence[Unit],
     apart: Collection[nn.Parameter],
-) -> None:
-    """Checks that a unit's gradients have one dtype, for they are reduced in one buffer."""
+) -> set[nn.Module]:
+    """Checks that a unit's gradients have one dtype, for they are reduced in one buffer.
+
+    Returns:
+        The units and roots whose gradients are complex, or will be if all is frozen now.
+    """
     names = {parameter: name for name, parameter in module.named_parameters()}
     taken = set(apart) | {
         parameter
@@ -259,12 +267,16 @@ def _check_dtypes(
         for parameter in cast(nn.Module, part).parameters()
     }
     parts = [(unit.name, module.get_submodule(unit.name)) for unit in units]
+    are_complex = set()
     for unit_name, part in [*parts, *(("(root)", root) for root in roots)]:
+        own = [parameter for parameter in part.parameters() if parameter not in taken]
+        taken.update(own)
         by_dtype: dict[torch.dtype, list[str]] = {}
-        for parameter in part.parameters():
-            if parameter.requires_grad and parameter not in taken:
+        for parameter in own:
+            if parameter.requires_grad:
                 by_dtype.setdefault(parameter.dtype, []).append(names[parameter])
-            taken.add(parameter)
+        if all(dtype.is_complex for dtype in by_dtype or {p.dtype for p in own}):
+            are_complex.add(part)
         if len(by_dtype) > 1:
             held = [f"{dtype} ({shorten(found)})" for dtype, found in by_dtype.items()]
             raise ValueError(
@@ -272,6 +284,7 @@ def _check_dtypes(
                 f" dtypes: {', '.join(held)}. Give them one, or make the modules with another one"
                 " units of their own: wrap=AnyOf(EachBlock(), ByName([...]))."
             )
+    return are_complex
 
 
 def _check_classes(module: nn.Module) -> None:

@@ -120,9 +120,9 @@ def test_what_the_root_is_given_keeps_its_dtype(mesh: DeviceMesh) -> None:
     assert seen == [torch.float64]
 
 
-def test_gradients_travel_in_the_dtype_that_was_asked_for(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """In which dtypes gradients are sent."""
     sent: list[torch.dtype] = []
     names = ("reduce_scatter_single", "reduce_scatter_tensor")
     name = next(name for name in names if hasattr(torch.distributed, name))
@@ -133,10 +133,41 @@ def test_gradients_travel_in_the_dtype_that_was_asked_for(
         return original(output, *args, **kwargs)
 
     monkeypatch.setattr(torch.distributed, name, note)
+    return sent
+
+
+def test_gradients_travel_in_the_dtype_that_was_asked_for(
+    mesh: DeviceMesh, reduced: list[torch.dtype]
+) -> None:
     module = make()
     shard_whole(module, [Unit("0"), Unit("1")], mesh, param_dtype=BF16, reduce_dtype=FP32)
     module(torch.ones(1, 4)).sum().backward()
-    assert sent == [FP32] * 3
+    assert reduced == [FP32] * 3
+
+
+class Spectral(nn.Module):
+    """A layer with a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x.float()) * self.weight.sum(0), n=4)
+
+
+@pytest.mark.parametrize("is_frozen_at_first", [False, True])
+def test_complex_gradients_travel_as_they_are(
+    mesh: DeviceMesh, reduced: list[torch.dtype], *, is_frozen_at_first: bool
+) -> None:
+    module = nn.Sequential(Spectral(), nn.Linear(4, 4), Spectral())
+    module[1].requires_grad_(False)
+    module[2].requires_grad_(not is_frozen_at_first)
+    units = [Unit("0"), Unit("1")]  # and the root
+    shard_whole(module, units, mesh, param_dtype=BF16, reduce_dtype=FP32)
+    module.requires_grad_(True)
+    module(torch.ones(1, 4)).sum().backward()
+    assert reduced == [FP32, torch.complex64, torch.complex64]  # of the unit 1 first
 
 
 def test_rows_from_all_over_are_cut_along_the_other_dim() -> None:
