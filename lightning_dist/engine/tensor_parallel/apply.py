@@ -55,7 +55,7 @@ from lightning_dist.engine.tensor_parallel.plan.regions import (
     stacked_in,
 )
 from lightning_dist.engine.tensor_parallel.plan.verify_sequence import check_positions
-from lightning_dist.engine.tensors.dtensor import cut, is_dtensor
+from lightning_dist.engine.tensors.dtensor import cut, is_dtensor, local_part
 from lightning_dist.engine.tensors.patch import replacement
 
 
@@ -138,6 +138,21 @@ class TensorParallelModule:
                 part.use_nested_tensor = False  # in evaluation, with padding; none can be sharded
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self._partial = [name for name in partial if not is_dtensor(parameters[name])]
+        self._summed: set[nn.Parameter] = set()
+
+    @torch.no_grad()
+    def begin_backward(self) -> None:
+        """Lets gradients that an earlier update has left count once in the next sums.
+
+        Call it before new gradients are added to those of the parameters, but behind ``zero_grad``.
+        """
+        # As a rule they are None. If users keep them, each rank has the sum: it stays on one rank,
+        # and becomes zero on the others. While a parameter is frozen, nothing sums it again.
+        again = [parameter for parameter in self._summed if parameter.requires_grad]
+        self._summed.difference_update(again)
+        for parameter in again:
+            if parameter.grad is not None and self._mesh.get_local_rank() > 0:
+                local_part(parameter.grad).zero_()
 
     @torch.no_grad()
     def add_gradients(self) -> None:
@@ -147,7 +162,9 @@ class TensorParallelModule:
         """
         parameters = dict(self.module.named_parameters())
         partial = [parameters[name] for name in self._partial if name in parameters]
-        activations.add_up_gradients([p for p in partial if p.requires_grad], self._mesh)
+        trained = [p for p in partial if p.requires_grad]
+        activations.add_up_gradients(trained, self._mesh)
+        self._summed.update(trained)
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:
         """Checks a step's autograd graph, until :meth:`ShardedActivationCheck.end` is called.

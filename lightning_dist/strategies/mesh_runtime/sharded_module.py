@@ -250,6 +250,9 @@ class ShardedModule:
         self.end_check()
         if self._manual is not None and self._unused is not None:
             self._unused.keep_gradients()
+        if self._tensor_parallel is not None and loss.requires_grad:
+            # Hooks ahead of a backward still see the gradients of the last update.
+            loss.register_hook(lambda _: self.begin_sums())
         with self.backward_context(), explain_shard_errors():
             return default()
 
@@ -268,6 +271,11 @@ class ShardedModule:
     ) -> Any:
         """Runs a step and the update that it brings."""
         return apply() if self._manual is None else self._manual.run_update(apply)
+
+    def begin_sums(self) -> None:
+        """Prepares for gradients that :meth:`add_gradients` will sum with those that are kept."""
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.begin_backward()
 
     def add_gradients(self) -> None:
         """All-reduces gradients that are partial on tensor-parallel ranks, once per update."""

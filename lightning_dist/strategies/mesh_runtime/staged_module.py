@@ -106,7 +106,9 @@ class StagedModule(ShardedModule):
             self._split,
             self._config,
             complete_gradients,
-            wrapped=WrappedStages(self.root, gradients, self.wrap_step, self.reshard),
+            wrapped=WrappedStages(
+                self.root, gradients, self.wrap_step, self.reshard, self.begin_sums
+            ),
         )
 
     @override

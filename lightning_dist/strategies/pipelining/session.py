@@ -46,12 +46,14 @@ class WrappedStages:
             parameters' hooks in each backward. None for stages of whole layers.
         change_step: Wraps each of the user's steps.
         reshard: Frees gathered parameters.
+        begin_sums: Called before gradients are added to those that an earlier update has left.
     """
 
     layers: Callable[[int], nn.Module]
     gradients: Callable[[int], HeldGradients] | None
     change_step: Callable[[Callable[..., Any]], Callable[..., Any]]
     reshard: Callable[[], None]
+    begin_sums: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +228,7 @@ def open_session(
             pipeline,
             precision,
             tied,
+            begin_sums=None if wrapped is None else wrapped.begin_sums,
             complete_gradients=complete_gradients,
             on_update=None if log is None else log.post,
             norms=norms,

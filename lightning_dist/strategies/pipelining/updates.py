@@ -53,6 +53,7 @@ class Updates:
         pipeline: This rank's stages.
         precision_plugin: Runs the hooks, the clipping and the step.
         tied: Sums the gradients of parameters that several stages use.
+        begin_sums: Called before gradients are added to those that an earlier update has left.
         complete_gradients: Called before each update with the rank's gradients in place, unless
             they were complete before.
         on_update: Called at each update, when its staleness is known.
@@ -67,6 +68,7 @@ class Updates:
         precision_plugin: Precision,
         tied: TiedSums,
         *,
+        begin_sums: Callable[[], None] | None,
         complete_gradients: Callable[[], None],
         on_update: Callable[[], None] | None,
         norms: Callable[[], AbstractContextManager[None]],
@@ -75,6 +77,7 @@ class Updates:
         self._module = module
         self._pipeline = pipeline
         self._precision_plugin = precision_plugin
+        self._begin_sums = begin_sums
         self._complete_gradients = complete_gradients
         self._tied = tied
         self._on_update = on_update
@@ -117,6 +120,8 @@ class Updates:
         if not self._pipeline.has_gradients:
             return loss
         self._precision_plugin.pre_backward(loss, self._module)
+        if self._begin_sums is not None:
+            self._begin_sums()
         is_reduced = accumulating or self._pipeline.update_rule.completes_early
         self._pipeline.install_gradients(
             None if is_reduced else self._complete, is_complete=not accumulating

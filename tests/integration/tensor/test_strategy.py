@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import FSDPStrategy, TensorParallelStrategy
+from lightning_dist.engine.tensors.dtensor import whole
+from recipes.gpt import GPT
 from tests.helpers.gpt_parity import DEPTH, Fitted, check_equal, data, fit, make_gpt
-from tests.helpers.networks.models import make_trainer
+from tests.helpers.networks.models import make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 
 PLAN = {
@@ -70,6 +74,48 @@ def test_groups_updated_at_once_equal_those_of_a_single_device(
     results = workers.run(2, fit_by_groups, way)
     check_equal([mixed for mixed, _ in results], single, 1, num_updates=10)
     check_equal([sharded for _, sharded in results], single, 2, num_updates=10)
+
+
+class Keeping(GPT):
+    """Clears gradients before each second update only, and looks at those that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(width=32, depth=DEPTH, num_heads=4)
+        self.seen: list[list[Tensor]] = []
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if self.global_step % 2 == 0:
+            optimizer.zero_grad()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_idx % self.trainer.accumulate_grad_batches == 0:
+            found = (p.grad for p in self.parameters() if p.grad is not None)
+            self.seen.append([whole(gradient).clone() for gradient in found])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_keeping(devices: int, accumulated: int) -> tuple[dict[str, Tensor], list[list[Tensor]]]:
+    torch.manual_seed(0)
+    module = Keeping().double()
+    sharded = TensorParallelStrategy(plan=PLAN, sequence_parallel=True)
+    strategy: Any = sharded if devices > 1 else "auto"
+    trainer = make_trainer(
+        devices=devices, strategy=strategy, accumulate_grad_batches=accumulated, limit_val_batches=0
+    )
+    loader = DataLoader(data(32), batch_size=4)
+    trainer.fit(module, loader, loader)
+    return state_of(module), module.seen
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_gradients_kept_over_updates_count_once(workers: WorkerPool, accumulated: int) -> None:
+    expected, expected_seen = fit_keeping(1, accumulated)
+    assert [bool(kept) for kept in expected_seen] == [False, True] * (4 // accumulated)
+    for state, seen in workers.run(2, fit_keeping, 2, accumulated):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(seen, expected_seen, rtol=0, atol=1e-12)
 
 
 def refusal(options: dict[str, Any]) -> str:
