@@ -60,6 +60,8 @@ class TiedSums:
                 self._here.setdefault(peer, []).append(name)
         self.names = frozenset(names)
         self._sums: dict[int, dict[str, Tensor | None]] = {}
+        self._earlier: dict[str, Tensor] = {}
+        self._incomplete: frozenset[str] = frozenset()
 
     @property
     def sent(self) -> dict[int, list[str]]:
@@ -88,6 +90,30 @@ class TiedSums:
             received = self._links.incoming[peer].receive()
             for name, values in zip(names, received, strict=True):
                 local_part(parameters[name]).copy_(values)
+
+    def set_apart(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Takes away what an earlier update has left in ``p.grad``: sums that each copy has.
+
+        Call it before each batch's gradients are installed, and :meth:`keep` behind those of a
+        batch that more follow before the update. It does nothing where gradients are cleared after
+        each update.
+
+        Args:
+            parameters: As for :meth:`install`.
+        """
+        for name in self.names & parameters.keys():
+            gradient = parameters[name].grad
+            if gradient is None:
+                self._earlier.pop(name, None)  # the user has cleared it between two batches
+            elif name not in self._incomplete:
+                self._earlier[name], parameters[name].grad = gradient, None
+
+    def keep(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Notes which gradients are not complete yet, and gives back what nothing was added to."""
+        own = {name: parameters[name] for name in self.names & parameters.keys()}
+        self._incomplete = frozenset(n for n, p in own.items() if p.grad is not None)
+        for name in self._earlier.keys() & (own.keys() - self._incomplete):
+            own[name].grad = self._earlier.pop(name)
 
     @torch.no_grad()
     def post(
@@ -123,6 +149,8 @@ class TiedSums:
     def install(self, update: int, parameters: Mapping[str, nn.Parameter]) -> None:
         """Replaces ``p.grad`` with the sums, and waits for those that have not arrived.
 
+        What was set apart is added to them.
+
         Args:
             update: Index of the update.
             parameters: Trainable parameters of this rank, by name.
@@ -134,6 +162,10 @@ class TiedSums:
         for name, total in sums.items():
             if name in parameters:
                 parameters[name].grad = _as_gradient_of(parameters[name], total)
+        for name in self._earlier.keys() & parameters.keys():
+            # Into the earlier tensor, as autograd does.
+            parameters[name].grad = _sum_of(self._earlier[name], parameters[name].grad)
+        self._earlier, self._incomplete = {}, frozenset()
 
     def _add_up(
         self, gradients: Mapping[str, Tensor], trained: Collection[str] | None

@@ -120,15 +120,18 @@ class Updates:
         if not self._pipeline.has_gradients:
             return loss
         self._precision_plugin.pre_backward(loss, self._module)
+        shared = self._pipeline.stages.updated_parameters() if self._tied.names else {}
+        self._tied.set_apart(shared)
         if self._begin_sums is not None:
             self._begin_sums()
         is_reduced = accumulating or self._pipeline.update_rule.completes_early
         self._pipeline.install_gradients(
             None if is_reduced else self._complete, is_complete=not accumulating
         )
-        if not accumulating and self._tied.names:
-            parameters = self._pipeline.stages.updated_parameters()
-            self._tied.install(self._pipeline.due_update, parameters)
+        if accumulating:
+            self._tied.keep(shared)
+        elif self._tied.names:
+            self._tied.install(self._pipeline.due_update, shared)
         loss = self._precision_plugin.post_backward(loss, self._module)
         if not accumulating:
             self._pipeline.begin_update()

@@ -20,6 +20,7 @@ from tests.helpers.networks.models import make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.pipeline.parity.test_tied import (
     OPTIONS,
+    KeepsGradients,
     TiedText,
     assert_equal_to,
     loader,
@@ -50,11 +51,19 @@ class BuiltLater(TiedText):
             self.model = tied_layers(self.words).double()
 
 
+class KeepsLater(BuiltLater, KeepsGradients):
+    """Clears gradients before each second update only."""
+
+
 def fit(
-    words: int, mesh: dict[str, Any] | None, resume: str | None = None, save: str | None = None
+    words: int,
+    mesh: dict[str, Any] | None,
+    resume: str | None = None,
+    save: str | None = None,
+    kind: type[BuiltLater] = BuiltLater,
 ) -> dict[str, Tensor]:
     """Trains for two epochs, from a checkpoint after the first or from the start."""
-    module = BuiltLater(words)
+    module = kind(words)
     strategy: Any = "auto"
     if mesh is not None:
         pipeline = PipelineConfig(partition="uniform", num_microbatches=2)
@@ -78,6 +87,15 @@ def single_device(words: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_a_single_device(workers: WorkerPool, name: str) -> None:
     assert_equal_to(single_device(CASES[name][0]), workers.run(4, fit, *CASES[name]))
+
+
+def fit_keeping(words: int, mesh: dict[str, Any] | None) -> dict[str, Tensor]:
+    return fit(words, mesh, kind=KeepsLater)
+
+
+def test_gradients_kept_over_updates_count_once(workers: WorkerPool) -> None:
+    words, mesh = CASES["tensor ranks"]  # each sums over other ranks than the stages
+    assert_equal_to(fit_keeping(words, None), workers.run(4, fit_keeping, words, mesh))
 
 
 def save_and_resume(path: str) -> dict[str, Tensor]:

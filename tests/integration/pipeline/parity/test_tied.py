@@ -63,6 +63,14 @@ class TiedText(L.LightningModule):
         return make_optimizer("adamw", self.parameters())
 
 
+class KeepsGradients(TiedText):
+    """Clears gradients before each second update only."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if self.global_step % 2 == 0:
+            optimizer.zero_grad()
+
+
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -84,9 +92,10 @@ def fit(
     epochs: int = 2,
     resume: str | None = None,
     save: str | None = None,
+    kind: type[TiedText] = TiedText,
 ) -> dict[str, Tensor]:
     """Trains in one go, from a checkpoint or from the start; gives this rank's parameters."""
-    module = make_module(TiedText)
+    module = make_module(kind)
     if devices > 1 and int(os.environ["RANK"]) == devices - 1:
         for tied in (module.model[0].weight, module.model[1].linear.weight):
             tied.data.add_(0.1)  # as in processes that nobody has seeded
@@ -136,6 +145,20 @@ def test_synchronous_schedules_equal_a_single_device(
         assert_equal_to(expected, list(results))
     unclipped = fit(1, None, {**OPTIONS, "gradient_clip_val": None})
     assert any(not torch.allclose(unclipped[name], value) for name, value in expected.items())
+
+
+def fit_keeping(devices: int, strategy: dict[str, Any] | None, accumulated: int) -> Any:
+    options = {**OPTIONS, "accumulate_grad_batches": accumulated}
+    return fit(devices, strategy, options, kind=KeepsGradients)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_gradients_kept_over_updates_count_once(workers: WorkerPool, accumulated: int) -> None:
+    expected = fit_keeping(1, None, accumulated)
+    strategy = {"schedule": "1f1b", "num_microbatches": 4}
+    assert_equal_to(expected, workers.run(2, fit_keeping, 2, strategy, accumulated))
+    cleared = fit(1, None, {**OPTIONS, "accumulate_grad_batches": accumulated})
+    assert any(not torch.allclose(cleared[name], value) for name, value in expected.items())
 
 
 def oracle(*, predicts: bool = False) -> dict[str, Tensor]:

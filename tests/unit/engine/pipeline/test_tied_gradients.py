@@ -114,6 +114,76 @@ def test_a_stage_may_be_an_update_ahead() -> None:
             assert values(held) == {name: total}
 
 
+def add(held: Mapping[str, nn.Parameter], value: float) -> None:
+    """Adds to each gradient, as a batch does."""
+    for parameter in held.values():
+        before = parameter.grad
+        parameter.grad = gradient(value) if before is None else before + value
+
+
+def update(sums: Sequence[TiedSums], held: Sequence[dict[str, nn.Parameter]]) -> None:
+    for rank in (2, 0):
+        given = {n: p.grad for n, p in held[rank].items() if p.grad is not None}
+        sums[rank].post(0, given)
+    for rank in (0, 2):
+        sums[rank].install(0, held[rank])
+
+
+def test_what_an_earlier_update_has_left_counts_once() -> None:
+    seen: list[float] = []
+
+    def change(name: str, gradient: Tensor) -> Tensor:
+        seen.append(float(gradient[0]))
+        return gradient
+
+    sums = ranks_of([PAIR], change=change)
+    held = [parameters("0.w"), {}, parameters("2.w")]
+    for total in (11, 22, 33):
+        for rank, value in ((0, 1), (2, 10)):
+            sums[rank].set_apart(held[rank])
+            add(held[rank], value)
+        update(sums, held)
+        assert values(held[0]) == {"0.w": total}
+        assert values(held[2]) == {"2.w": total}
+    assert seen == [11, 11, 11], "hooks see what is new"
+
+
+@pytest.mark.parametrize(("clears", "total"), [(False, 100 + 22), (True, 11)])
+def test_gradients_of_an_update_s_other_batches_are_no_sums_yet(
+    *, clears: bool, total: float
+) -> None:
+    sums, held = ranks_of([PAIR]), [parameters("0.w"), {}, parameters("2.w")]
+    for rank in (0, 2):
+        add(held[rank], 100)
+    for batch in range(2):
+        for rank, value in ((0, 1), (2, 10)):
+            sums[rank].set_apart(held[rank])
+            add(held[rank], value)
+            if batch == 0:
+                sums[rank].keep(held[rank])
+                for parameter in held[rank].values() if clears else ():
+                    parameter.grad = None
+    update(sums, held)
+    assert values(held[0]) == {"0.w": total}
+    assert values(held[2]) == {"2.w": total}
+
+
+def test_a_batch_without_gradients_takes_none_away() -> None:
+    sums, held = ranks_of([PAIR]), [parameters("0.w"), {}, parameters("2.w")]
+    for rank in (0, 2):
+        add(held[rank], 100)
+        sums[rank].set_apart(held[rank])
+    add(held[0], 1)
+    for rank in (0, 2):
+        sums[rank].keep(held[rank])
+    assert values(held[2]) == {"2.w": 100}
+    for rank in (0, 2):
+        sums[rank].set_apart(held[rank])
+    update(sums, held)
+    assert values(held[0]) == {"0.w": 101}
+    assert values(held[2]) == {"2.w": 101}
+
+
 def test_each_name_is_counted_once() -> None:
     ties = [PAIR, THREE, LATER]
     sums = ranks_of(ties)
