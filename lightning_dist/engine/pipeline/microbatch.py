@@ -107,7 +107,8 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
     Args:
         batch: Any tree of tensors with the samples in dim 0, and of lists with an entry per sample
             (names, or dicts of one sample's boxes). Zero-dim tensors and other leaves go into each
-            micro-batch unchanged.
+            micro-batch unchanged. A whole batch need not tell its samples, as one of graphs, whose
+            nodes and edges are joined.
         num_microbatches: Number of micro-batches.
 
     Returns:
@@ -116,10 +117,10 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
     Raises:
         ValueError: Fewer samples than micro-batches, or tensors that disagree on the samples.
     """
+    if num_microbatches == 1:
+        return [Microbatch(0, batch, _count_if_known(batch), 1.0)]
     samples = samples_of(batch)
     num_samples = samples.count
-    if num_microbatches == 1:
-        return [Microbatch(0, batch, num_samples or 1, 1.0)]
     if num_samples is None or num_samples < num_microbatches:
         raise ValueError(
             f"A batch of {num_samples or 0} samples cannot be cut into num_microbatches="
@@ -141,6 +142,13 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
         Microbatch(index, piece(index), size, size / num_samples)
         for index, size in enumerate(sizes)
     ]
+
+
+def _count_if_known(batch: Any) -> int:
+    try:
+        return samples_of(batch).count or 1
+    except ValueError:
+        return 1
 
 
 def _cut(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:

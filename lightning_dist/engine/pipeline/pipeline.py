@@ -162,6 +162,8 @@ class Pipeline:
         return tuple(microbatch.num_samples for microbatch in self._split(batch))
 
     def _split(self, batch: Any) -> list[Microbatch]:
+        if self.shape.num_microbatches == 1:
+            return split(batch, 1)
         return split(batch, self._rounds.num_pieces(batch_size_of(batch) or 1))
 
     def train_batch(
@@ -245,7 +247,9 @@ class Pipeline:
         """
         assert not torch.is_grad_enabled()
         self.recorder.interrupt()
-        count = max(1, min(num_microbatches, (batch_size_of(batch) or 1) // 2))
+        count = 1
+        if num_microbatches > 1:
+            count = max(1, min(num_microbatches, (batch_size_of(batch) or 1) // 2))
         microbatches = split(batch, count)
         self.microbatch_sizes = tuple(m.num_samples for m in microbatches)
         name = (self.num_batches if seed is None else seed, self._num_evaluated)

@@ -91,7 +91,7 @@ def samples_of(batch: Any) -> Samples:
             f"The tensors of a batch must have the samples in their first dim, but their first dims"
             f" are {sizes} (shapes {shapes}). Give tensors that are not per sample another place"
             " (a buffer of the module, say), or repeat them for each sample; pad targets that are"
-            " joined, with a row for each sample."
+            " joined, with a row for each sample; or leave batches whole with num_microbatches=1."
         )
     return Samples(sizes[0] if sizes else None)
 

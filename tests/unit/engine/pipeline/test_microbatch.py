@@ -154,3 +154,12 @@ def test_detections_that_look_like_columns_in_one_micro_batch_are_joined() -> No
             del found["id"]
     merged = merge([first, second], [2, 2])
     assert [len(found["boxes"]) for found in merged] == [2, 2, 3, 1]
+
+
+def test_a_whole_batch_need_not_tell_its_samples() -> None:
+    graphs = {"nodes": torch.rand(7, 2), "edges": torch.zeros(2, 9), "targets": torch.rand(3)}
+    (whole,) = split(graphs, 1)
+    assert whole.content is graphs
+    assert (whole.num_samples, whole.weight) == (1, 1.0)
+    with pytest.raises(ValueError, match=r"first dims are \[2, 3, 7\].*num_microbatches=1"):
+        split(graphs, 2)
