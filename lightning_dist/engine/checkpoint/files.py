@@ -8,7 +8,8 @@ the model, each rank writes its part to the directory:
     epoch=3.ckpt/
       README.txt          how to make one file of it
       lightning.pt        the Lightning checkpoint without its tensors (loads with weights_only)
-      .metadata, *.distcp torch distributed checkpoint: model.<name>, optimizer.<i>.<name>.<key>;
+      .metadata, *.distcp torch distributed checkpoint: model.<name>, optimizer.<i>.<name>.<key>,
+                          with a number for the key of what is in a container;
                           current.<name> where the model's are averages;
                           outer_momentum.<name> of an outer optimizer; replica_optimizer.<i>.<...>
                           of replicas that step by themselves
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from lightning_dist.engine.checkpoint import directory, tied_names
 from lightning_dist.engine.checkpoint.joint_save import JointSave
-from lightning_dist.engine.checkpoint.optimizer_state import to_numbers
+from lightning_dist.engine.checkpoint.optimizer_state import join_entries, split_entries, to_numbers
 from lightning_dist.engine.checkpoint.places import MARKER, is_local, place_of
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.tensors.dtensor import storable
@@ -145,9 +146,13 @@ def load_sharded(
         checkpoint[key] = tensors.pop(SECTIONS[key], {}) | extra
     for key in OPTIMIZERS.keys() & checkpoint.keys():
         for index, state in enumerate(checkpoint[key]):
+            found: dict[str, dict[str, Tensor]] = {name: {} for name in state["state"]}
             for place, tensor in tensors.get(f"{OPTIMIZERS[key]}.{index}", {}).items():
                 name, _, entry = place.rpartition(".")
-                state["state"].setdefault(name, {})[entry] = tensor
+                found.setdefault(name, {})[entry] = tensor
+            state["state"] = {
+                name: join_entries(own, state["state"].get(name, {})) for name, own in found.items()
+            }
     tied_names.unfold(checkpoint, SECTIONS)
     return checkpoint
 
@@ -279,13 +284,13 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     for key in OPTIMIZERS.keys() & checkpoint.keys():
         rest[key] = []
         for index, state in enumerate(checkpoint[key]):
-            kept: dict[str, dict[str, Any]] = {}
+            kept: dict[str, dict[Any, Any]] = {}
             for name, entries in state["state"].items():
-                for entry, value in entries.items():
-                    if isinstance(value, Tensor):
-                        tensors[f"{OPTIMIZERS[key]}.{index}.{name}.{entry}"] = storable(value)
-                    else:
-                        kept.setdefault(name, {})[entry] = value
+                own, others = split_entries(entries)
+                for entry, value in own.items():
+                    tensors[f"{OPTIMIZERS[key]}.{index}.{name}.{entry}"] = storable(value)
+                if others:
+                    kept[name] = others
             rest[key].append({**state, "state": kept})
     return tensors, rest
 

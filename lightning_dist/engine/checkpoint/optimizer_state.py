@@ -13,14 +13,17 @@ of tied parameters in the whole model, since a part may have a later name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist.engine.checkpoint.tied_names import FirstNames
 from lightning_dist.engine.tensors.dtensor import shard_like
+from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 GroupNames = list[list[str]]
 """Names of the whole model's parameters in each group, in the order of the groups."""
@@ -140,6 +143,38 @@ def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
     }
 
 
+def split_entries(entries: Mapping[Any, Any]) -> tuple[dict[str, Tensor], dict[Any, Any]]:
+    """Separates a parameter's state into tensors by key, and the rest.
+
+    A tensor in a container, or under a key that is no identifier, is keyed by a number. In the rest
+    an empty tensor has its place.
+
+    Args:
+        entries: State of one parameter; values may be trees with tensors.
+    """
+    named = {
+        key: value
+        for key, value in entries.items()
+        if isinstance(value, Tensor) and isinstance(key, str) and key.isidentifier()
+    }
+    others = {key: value for key, value in entries.items() if key not in named}
+    numbered = {str(number): tensor for number, tensor in enumerate(flatten(others)[0])}
+    return {**named, **numbered}, map_tensors(lambda _: torch.empty(0), others)
+
+
+def join_entries(tensors: Mapping[str, Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Joins a parameter's state again; the inverse of :func:`split_entries`.
+
+    Args:
+        tensors: Tensors by key. Where numbers are missing, the rest keeps its own tensors.
+        rest: The rest of the state.
+    """
+    numbers = count()
+    others = map_tensors(lambda left: tensors.get(str(next(numbers)), left), dict(rest))
+    named = {key: tensor for key, tensor in tensors.items() if not key.isdecimal()}
+    return {**others, **named}
+
+
 def add_groups(
     optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any], firsts: FirstNames = _NO_TIES
 ) -> None:
@@ -158,7 +193,8 @@ def load_by_name(
 ) -> None:
     """Loads this rank's part of an optimizer state.
 
-    State of a sharded parameter's shape is sharded like the parameter, without communication.
+    State of a sharded parameter's shape is sharded like the parameter, without communication, also
+    in containers.
     """
     own = name_groups(optimizer, module, firsts)
     numbers = {name: i for i, name in enumerate(name for group in own for name in group)}
@@ -178,10 +214,8 @@ def load_by_name(
     )
 
 
-def _sharded_state(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    return {
-        key: shard_like(value, parameter)
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in values.items()
-    }
+def _sharded_state(values: Mapping[Any, Any], parameter: Tensor) -> Any:
+    def placed(value: Tensor) -> Tensor:
+        return shard_like(value, parameter) if value.shape == parameter.shape else value
+
+    return map_tensors(placed, values)

@@ -1,0 +1,133 @@
+"""Whatever an optimizer keeps of a parameter is saved, and resumed by any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dist import FSDPStrategy, MeshStrategy
+from tests.helpers.networks.models import make_module, make_trainer, state_of
+from tests.helpers.processes.workers import WorkerPool
+from tests.integration.conformance.common import Synced, assert_close, joined, share
+from tests.integration.conformance.strategies import ENTRIES, Entry
+
+SINGLE = "one device"
+NAMES = ("fsdp-2", "tp-2", "shard-2-tp-2", "pp-2-shard-2", "pipeline-gpipe-2", "ddp-2")
+LAYOUTS = {
+    **{name: ENTRIES[name] for name in NAMES},
+    "fsdp-2-full": Entry(2, 2, partial(FSDPStrategy, save_full=True)),
+    "pp-2-shard-2-full": Entry(4, 2, partial(MeshStrategy, pp=2, save_full=True)),
+}
+
+
+def by_a_dict(state: dict[str, Any], gradient: Tensor) -> Tensor:
+    """Aggregates momenta (AggMo)."""
+    if not state:
+        state["momenta"] = {beta: torch.zeros_like(gradient) for beta in (0.0, 0.5, 0.9)}
+    for beta, momentum in state["momenta"].items():
+        momentum.mul_(beta).add_(gradient)
+    return sum(state["momenta"].values(), torch.zeros_like(gradient)) / 3
+
+
+def by_a_list(state: dict[str, Any], gradient: Tensor) -> Tensor:
+    """Sums the last gradients."""
+    state["last"] = [*state.get("last", [])[-1:], gradient.clone()]
+    return sum(state["last"], torch.zeros_like(gradient))
+
+
+KINDS = {"a dict": by_a_dict, "a list": by_a_list}
+
+
+class Keeping(torch.optim.Optimizer):
+    """Descends in a direction that is made from a parameter's gradient and state."""
+
+    def __init__(self, parameters: Any, kind: str) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.direction = KINDS[kind]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                direction = self.direction(self.state[parameter], parameter.grad)
+                parameter.sub_(direction, alpha=group["lr"])
+        return loss
+
+
+class Kept(Synced):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        return Keeping(self.parameters(), self.kind)
+
+
+def train(
+    name: str, epochs: int, resume: str | None, save: str | None
+) -> dict[str, dict[str, Tensor]]:
+    """Gives the parameters in the end, by the kind of state."""
+    found = {}
+    for number, kind in enumerate(KINDS):
+        module, entry = make_module(Kept, kind=kind), LAYOUTS.get(name)
+        trainer = make_trainer(
+            devices=entry.devices if entry else 1,
+            strategy=entry.make() if entry else "auto",
+            max_epochs=epochs,
+        )
+        path = resume and f"{resume}.{number}"
+        loaders = share(trainer, entry, 16), share(trainer, entry, 8)
+        trainer.fit(module, *loaders, ckpt_path=path, weights_only=True)
+        if save is not None:
+            trainer.save_checkpoint(f"{save}.{number}")
+        found[kind] = state_of(module)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)  # a single device's trainer reads it
+
+
+@cache
+def uninterrupted() -> dict[str, dict[str, Tensor]]:
+    return train(SINGLE, 2, None, None)
+
+
+def run(workers: WorkerPool, name: str, *options: Any) -> list[dict[str, dict[str, Tensor]]]:
+    if name == SINGLE:
+        return [train(name, *options)]
+    return workers.run(LAYOUTS[name].devices, train, name, *options)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("fsdp-2", "fsdp-2"),
+        ("fsdp-2", "tp-2"),
+        ("tp-2", "fsdp-2-full"),
+        ("fsdp-2-full", "shard-2-tp-2"),
+        ("shard-2-tp-2", "pipeline-gpipe-2"),
+        ("pipeline-gpipe-2", "pp-2-shard-2-full"),
+        ("pp-2-shard-2-full", SINGLE),
+        (SINGLE, "pp-2-shard-2"),
+        ("pp-2-shard-2", "ddp-2"),
+        ("ddp-2", "fsdp-2"),
+    ],
+)
+def test_resumes_under_any_layout(
+    workers: WorkerPool, tmp_path: Path, before: str, after: str
+) -> None:
+    path = str(tmp_path / "some.ckpt")
+    run(workers, before, 1, None, path)
+    ranks = run(workers, after, 2, path, None)
+    for kind, expected in uninterrupted().items():
+        assert_close(joined([rank[kind] for rank in ranks]), expected)
