@@ -149,10 +149,18 @@ def storable(tensor: Tensor) -> Tensor:
     """Returns a tensor that distributed checkpoints support. Collective: every rank must call it.
 
     Args:
-        tensor: Any tensor; stacked matrices are gathered along the innermost axis of the mesh.
+        tensor: Any tensor; summands are added up, and stacked matrices are gathered along the
+            innermost axis of the mesh.
     """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    if placements != [*tensor.placements]:
+        moved = from_shard(tensor.to_local(), tensor)
+        assert isinstance(moved, DTensor)
+        tensor = moved.redistribute(placements=placements)
     dim = stacked_dim(tensor)
-    if not isinstance(tensor, DTensor) or dim is None:
+    if dim is None:
         return tensor
     split = unstacked(tensor)
     gathered = split.redistribute(split.device_mesh, [*split.placements[:-1], Replicate()])

@@ -41,7 +41,13 @@ def by_a_list(state: dict[str, Any], gradient: Tensor) -> Tensor:
     return sum(state["last"], torch.zeros_like(gradient))
 
 
-KINDS = {"a dict": by_a_dict, "a list": by_a_list}
+def by_a_number(state: dict[str, Any], gradient: Tensor) -> Tensor:
+    """Divides by a mean size of all of a parameter's gradient (NovoGrad)."""
+    state["size"] = state.get("size", 0.0) * 0.9 + gradient.square().sum() * 0.1
+    return gradient / (state["size"].sqrt() + 0.1)
+
+
+KINDS = {"a dict": by_a_dict, "a list": by_a_list, "a number": by_a_number}
 
 
 class Keeping(torch.optim.Optimizer):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_dist.engine.tensors import dtensor
@@ -17,6 +17,7 @@ from lightning_dist.engine.tensors.dtensor import (
     local_part,
     stacked,
     stacked_dim,
+    storable,
     unstacked,
     whole,
 )
@@ -112,3 +113,21 @@ def test_gathers_crash_over_gloo_on_a_gpu() -> None:
     assert crashes_in_gathers("gloo", "cuda")
     assert not crashes_in_gathers("gloo", "cpu")
     assert not crashes_in_gathers("nccl", "cuda")
+
+
+def test_summands_are_stored_as_their_sum(mesh: DeviceMesh) -> None:
+    summand = DTensor.from_local(torch.tensor(3.0), mesh, [Partial()])
+    stored = storable(summand)
+    assert isinstance(stored, DTensor)
+    assert stored.placements == (Replicate(),)
+    own = cut(torch.ones(4, 4), mesh, [Shard(0)])
+    assert storable(own) is own
+
+
+def test_summands_are_added_up_on_the_device_of_the_mesh() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    device = init_device_mesh("meta", (2,))
+    on_device = DTensor.from_local(torch.empty((), device="meta"), device, [Partial()])
+    on_host = DTensor(torch.tensor(3.0), on_device._spec, requires_grad=False)
+    assert storable(on_host).device.type == "meta"
+    dist.destroy_process_group()
