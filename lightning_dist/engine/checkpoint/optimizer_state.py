@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist.engine.checkpoint.tied_names import FirstNames
-from lightning_dist.engine.tensors.dtensor import shard_like
+from lightning_dist.engine.tensors.dtensor import replicate_like, shard_like
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 GroupNames = list[list[str]]
@@ -194,7 +194,7 @@ def load_by_name(
     """Loads this rank's part of an optimizer state.
 
     State of a sharded parameter's shape is sharded like the parameter, without communication, also
-    in containers.
+    in containers. What has another shape, and is no number, is whole on each rank.
     """
     own = name_groups(optimizer, module, firsts)
     numbers = {name: i for i, name in enumerate(name for group in own for name in group)}
@@ -216,6 +216,9 @@ def load_by_name(
 
 def _sharded_state(values: Mapping[Any, Any], parameter: Tensor) -> Any:
     def placed(value: Tensor) -> Tensor:
-        return shard_like(value, parameter) if value.shape == parameter.shape else value
+        if value.shape == parameter.shape:
+            return shard_like(value, parameter)
+        # Statistics of rows or columns: torch mixes only numbers with shards.
+        return replicate_like(value, parameter) if value.ndim else value
 
     return map_tensors(placed, values)

@@ -86,6 +86,18 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     return cut(full, like.device_mesh, like.placements)
 
 
+def replicate_like(full: Tensor, like: Tensor) -> Tensor:
+    """Returns a whole tensor in a form that can be mixed with another one, without communication.
+
+    Args:
+        full: The whole tensor, the same on all ranks, of any shape.
+        like: A DTensor with the mesh of the result, or a plain tensor to return ``full``.
+    """
+    if not isinstance(like, DTensor) or isinstance(full, DTensor):
+        return full
+    return cut(full, like.device_mesh, [Replicate()] * like.device_mesh.ndim)
+
+
 def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """Shards a whole tensor, without communication.
 

@@ -47,7 +47,31 @@ def by_a_number(state: dict[str, Any], gradient: Tensor) -> Tensor:
     return gradient / (state["size"].sqrt() + 0.1)
 
 
-KINDS = {"a dict": by_a_dict, "a list": by_a_list, "a number": by_a_number}
+def by_rows(state: dict[str, Any], gradient: Tensor) -> Tensor:
+    """Divides by a mean size of each row of the gradient."""
+    square = gradient.square()
+    dims = tuple(range(1, gradient.ndim))
+    mean = square.mean(dims, keepdim=True) if dims else square
+    state["size"] = state["size"] * 0.9 + mean * 0.1 if state else mean
+    return gradient / (state["size"].sqrt() + 0.1)
+
+
+def by_columns(state: dict[str, Any], gradient: Tensor) -> Tensor:
+    """Divides by a mean size of each column of the gradient, which is updated in place."""
+    mean = gradient.square().mean(0)
+    if gradient.ndim == 1:
+        return gradient
+    state.setdefault("size", torch.zeros_like(mean)).mul_(0.9).add_(mean, alpha=0.1)
+    return gradient / (state["size"].sqrt() + 0.1)
+
+
+KINDS = {
+    "a dict": by_a_dict,
+    "a list": by_a_list,
+    "a number": by_a_number,
+    "rows": by_rows,
+    "columns": by_columns,
+}
 
 
 class Keeping(torch.optim.Optimizer):
@@ -114,6 +138,9 @@ def run(workers: WorkerPool, name: str, *options: Any) -> list[dict[str, dict[st
     return workers.run(LAYOUTS[name].devices, train, name, *options)
 
 
+@pytest.mark.some(
+    "fsdp-2-fsdp-2", "tp-2-fsdp-2-full", "fsdp-2-full-shard-2-tp-2", "one device-pp-2-shard-2"
+)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

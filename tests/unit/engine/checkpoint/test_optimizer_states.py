@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_dist.engine.checkpoint.files import load_full, load_sharded, save_sharded
@@ -110,3 +110,15 @@ def test_what_has_a_parameters_shape_is_sharded_in_containers_too(mesh: DeviceMe
     for tensor in flatten(state)[0]:
         assert isinstance(tensor, DTensor)
         assert torch.equal(local_part(tensor), whole[2:])
+
+
+def test_what_has_another_shape_is_whole_on_each_rank(mesh: DeviceMesh) -> None:
+    rows, number = torch.arange(4.0), torch.tensor(3.0)
+    state = loaded(sharded(mesh, Shard(0)), {"rows": [rows], "step": number})
+    (placed,) = state["rows"]
+    assert isinstance(placed, DTensor)
+    assert placed.placements == (Replicate(),)
+    assert torch.equal(local_part(placed), rows)
+    assert not isinstance(state["step"], DTensor)
+    whole = loaded(nn.Parameter(torch.zeros(4, 3)), {"rows": rows})
+    assert not isinstance(whole["rows"], DTensor)
