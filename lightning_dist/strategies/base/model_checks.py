@@ -22,7 +22,8 @@ from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, Rprop
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
 from lightning_dist.engine.stashing.learning_rates import group_values
-from lightning_dist.engine.tensors.dtensor import is_dtensor
+from lightning_dist.engine.tensors.dtensor import is_dtensor, local_part
+from lightning_dist.engine.tensors.tree import flatten
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 
 _LOG_FOR_ALL = (
@@ -110,6 +111,51 @@ def _find_unshardable(optimizers: Sequence[Optimizer]) -> str:
         if reason:
             return f"{type(optimizer).__name__} {reason}"
     return ""
+
+
+def check_state_to_save(
+    optimizers: Sequence[Optimizer], module: nn.Module, group: dist.ProcessGroup
+) -> None:
+    """Checks that a checkpoint can have what the optimizers of all ranks keep.
+
+    Collective: every rank must call it. A plain tensor counts as the same on all ranks. If each has
+    its own for its shard of a parameter, a checkpoint would have one rank's for all.
+
+    Args:
+        optimizers: The optimizers of this rank's parameters.
+        module: This rank's part of the model.
+        group: A gloo group of all ranks.
+
+    Raises:
+        ValueError: A number in a parameter group differs, or a plain tensor has a shard's shape.
+    """
+    check_group_values(optimizers, group)
+    for found in filter(None, gather_objects(_find_plain_shard(optimizers, module), group)):
+        kind, name, own, whole = found
+        raise ValueError(
+            f"{kind} keeps a plain tensor of shape {own} for {name!r}, which has shape {whole} and"
+            " is sharded: each rank has its own, and a checkpoint would have one rank's for all."
+            " Make the state by `torch.zeros_like(p)` of the parameter itself, not of"
+            " `p.to_local()`, so that it is sharded like the parameter."
+        )
+
+
+def _find_plain_shard(
+    optimizers: Sequence[Optimizer], module: nn.Module
+) -> tuple[str, str, tuple[int, ...], tuple[int, ...]] | None:
+    """Returns an optimizer's and a parameter's name, and the shapes of the shard and the whole."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for optimizer in optimizers:
+        for parameter, entries in optimizer.state.items():
+            own = local_part(parameter).shape if is_dtensor(parameter) else None
+            if own is None or own == parameter.shape:  # what is like both cannot be told
+                continue
+            # One element may be a number of its own, a count of steps say.
+            kept = [v for v in flatten(entries)[0] if v.numel() > 1 and not is_dtensor(v)]
+            if any(value.shape == own for value in kept):
+                name = names.get(id(parameter), "")
+                return type(optimizer).__name__, name, tuple(own), tuple(parameter.shape)
+    return None
 
 
 def check_group_values(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:

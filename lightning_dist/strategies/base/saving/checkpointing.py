@@ -48,7 +48,7 @@ from lightning_dist.strategies.base.loaders.loader_states import (
     keep_loader_states,
     take_loader_states,
 )
-from lightning_dist.strategies.base.model_checks import check_group_values
+from lightning_dist.strategies.base.model_checks import check_state_to_save
 from lightning_dist.strategies.base.saving.async_saving import AsyncSaving
 from lightning_dist.strategies.base.saving.part_warning import warn_of_part, without_warning
 from lightning_dist.strategies.base.saving.saved_modules import saved_modules_of
@@ -242,7 +242,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
             return  # no run has begun: the first rank has the whole module, and writes it alone
         everyone = self.world_group if dist.is_initialized() else None
         if everyone is not None and not self.has_plain_state:
-            check_group_values(self.optimizers, everyone)
+            check_state_to_save(self.optimizers, self.module, everyone)
         if not self.writes_one_file:
             named = saved_modules_of(self.module).put_into(self._by_name(checkpoint), {})
             parts = checkpoints.split_parts(named, everyone)

@@ -7,11 +7,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_dist import FSDPStrategy, MeshStrategy
+from lightning_dist.engine.tensors.dtensor import from_shard, local_part
 from tests.helpers.networks.models import make_module, make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import Synced, assert_close, joined, share
@@ -65,6 +67,13 @@ def by_columns(state: dict[str, Any], gradient: Tensor) -> Tensor:
     return gradient / (state["size"].sqrt() + 0.1)
 
 
+def by_own_shards(state: dict[str, Any], gradient: Tensor) -> Tensor:
+    """Keeps a plain tensor for this rank's shard of the gradient."""
+    momentum = state.setdefault("momentum", torch.zeros_like(local_part(gradient)))
+    momentum.mul_(0.9).add_(local_part(gradient))
+    return from_shard(momentum, gradient)
+
+
 KINDS = {
     "a dict": by_a_dict,
     "a list": by_a_list,
@@ -72,6 +81,7 @@ KINDS = {
     "rows": by_rows,
     "columns": by_columns,
 }
+ALL_KINDS = {**KINDS, "own shards": by_own_shards}
 
 
 class Keeping(torch.optim.Optimizer):
@@ -79,7 +89,7 @@ class Keeping(torch.optim.Optimizer):
 
     def __init__(self, parameters: Any, kind: str) -> None:
         super().__init__(parameters, {"lr": 0.05})
-        self.direction = KINDS[kind]
+        self.direction = ALL_KINDS[kind]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -101,21 +111,25 @@ class Kept(Synced):
         return Keeping(self.parameters(), self.kind)
 
 
+def fit(name: str, kind: str, epochs: int, resume: str | None) -> tuple[L.Trainer, Kept]:
+    module, entry = make_module(Kept, kind=kind), LAYOUTS.get(name)
+    trainer = make_trainer(
+        devices=entry.devices if entry else 1,
+        strategy=entry.make() if entry else "auto",
+        max_epochs=epochs,
+    )
+    loaders = share(trainer, entry, 16), share(trainer, entry, 8)
+    trainer.fit(module, *loaders, ckpt_path=resume, weights_only=True)
+    return trainer, module
+
+
 def train(
     name: str, epochs: int, resume: str | None, save: str | None
 ) -> dict[str, dict[str, Tensor]]:
     """Gives the parameters in the end, by the kind of state."""
     found = {}
     for number, kind in enumerate(KINDS):
-        module, entry = make_module(Kept, kind=kind), LAYOUTS.get(name)
-        trainer = make_trainer(
-            devices=entry.devices if entry else 1,
-            strategy=entry.make() if entry else "auto",
-            max_epochs=epochs,
-        )
-        path = resume and f"{resume}.{number}"
-        loaders = share(trainer, entry, 16), share(trainer, entry, 8)
-        trainer.fit(module, *loaders, ckpt_path=path, weights_only=True)
+        trainer, module = fit(name, kind, epochs, resume and f"{resume}.{number}")
         if save is not None:
             trainer.save_checkpoint(f"{save}.{number}")
         found[kind] = state_of(module)
@@ -164,3 +178,33 @@ def test_resumes_under_any_layout(
     ranks = run(workers, after, 2, path, None)
     for kind, expected in uninterrupted().items():
         assert_close(joined([rank[kind] for rank in ranks]), expected)
+
+
+def save_own_shards(name: str, path: str) -> str:
+    trainer, _ = fit(name, "own shards", 1, None)
+    with pytest.raises(ValueError, match="Keeping keeps a plain tensor") as error:
+        trainer.save_checkpoint(path)
+    return str(error.value)
+
+
+@pytest.mark.some("fsdp-2", "pp-2-shard-2")
+@pytest.mark.parametrize("name", ["fsdp-2", "fsdp-2-full", "pp-2-shard-2", "tp-2"])
+def test_plain_tensors_for_own_shards_are_refused_on_all_ranks(
+    workers: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "some.ckpt"
+    ranks = workers.run(LAYOUTS[name].devices, save_own_shards, name, str(path))
+    (message,) = set(ranks)
+    assert "for 'model.0." in message
+    assert not path.exists()
+
+
+def save_own_state(path: str) -> None:
+    trainer, _ = fit("ddp-2", "own shards", 1, None)
+    trainer.save_checkpoint(path)
+
+
+def test_those_for_whole_parameters_are_saved(workers: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "some.ckpt"
+    workers.run(2, save_own_state, str(path))
+    assert path.exists()
