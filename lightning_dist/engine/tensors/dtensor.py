@@ -74,6 +74,17 @@ def is_dtensor(tensor: Any) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_overcut(tensor: Tensor) -> bool:
+    """Returns whether a dim of a DTensor is sharded over more ranks than it has entries."""
+    if not isinstance(tensor, DTensor):
+        return False
+    ranks = [1] * tensor.ndim
+    for num_ranks, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if isinstance(placement, Shard | _StridedShard):
+            ranks[placement.dim] *= num_ranks
+    return any(count > size for count, size in zip(ranks, tensor.shape, strict=True))
+
+
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """Shards a whole tensor like another tensor, without communication.
 

@@ -17,12 +17,12 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from torch import Tensor, nn
-from torch.optim import LBFGS, Adafactor, Adagrad, Optimizer, Rprop
+from torch.optim import LBFGS, Adafactor, Adagrad, Muon, Optimizer, Rprop
 
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
 from lightning_dist.engine.stashing.learning_rates import group_values
-from lightning_dist.engine.tensors.dtensor import is_dtensor, local_part
+from lightning_dist.engine.tensors.dtensor import is_dtensor, is_overcut, local_part
 from lightning_dist.engine.tensors.tree import flatten
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 
@@ -108,9 +108,17 @@ def _find_unshardable(optimizers: Sequence[Optimizer]) -> str:
             reason = "writes where a mask says so, which torch cannot do in shards"
         elif isinstance(optimizer, Adagrad) and any(group["fused"] for group in sharded):
             reason = "has groups of shards with `fused=True`, for which torch has no kernel"
+        elif isinstance(optimizer, Muon) and (small := _overcut(sharded)) is not None:
+            shape = tuple(small.shape)
+            reason = f"has a matrix of shape {shape} over more ranks than it has rows or columns"
         if reason:
             return f"{type(optimizer).__name__} {reason}"
     return ""
+
+
+def _overcut(groups: list[dict[str, Any]]) -> Tensor | None:
+    matrices = (p for group in groups for p in group["params"] if p.requires_grad)
+    return next(filter(is_overcut, matrices), None)
 
 
 def check_state_to_save(
