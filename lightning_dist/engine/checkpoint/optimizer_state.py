@@ -219,6 +219,6 @@ def _sharded_state(values: Mapping[Any, Any], parameter: Tensor) -> Any:
         if value.shape == parameter.shape:
             return shard_like(value, parameter)
         # Statistics of rows or columns: torch mixes only numbers with shards.
-        return replicate_like(value, parameter) if value.ndim else value
+        return replicate_like(value, parameter) if value.numel() > 1 else value
 
     return map_tensors(placed, values)
