@@ -120,8 +120,10 @@ def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], s
 def _reason(name: str) -> str:
     return (
         f"The value of {name!r} was asked for, but its stage is on another rank. In a step only the"
-        " traced module's own forward may use it. Let weights that follow others, such as a"
-        " teacher's, do so in `on_train_batch_end`, by name, or use DDPStrategy."
+        " traced module's own forward may use it, and that runs in the traced direction. Let other"
+        " weights follow these, as a teacher's, in `on_train_batch_end`, by name. To run the layers"
+        " another way, as an inverse to draw samples, load the checkpoint on one device, or use"
+        " DDPStrategy."
     )
 
 
