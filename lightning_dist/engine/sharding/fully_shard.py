@@ -340,20 +340,24 @@ def fill(
         device: Device of the buffers.
         offloaded: Whether shards are in host memory.
     """
-    places: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        places.setdefault(parameter, []).append(name)
+    places: dict[Tensor, list[str]] = {}
+    of_parameters = root.named_parameters(remove_duplicate=False)
+    for name, tensor in (*of_parameters, *root.named_buffers(remove_duplicate=False)):
+        places.setdefault(tensor, []).append(name)
     parameters = dict(root.named_parameters())
     for name in names:
         old = parameters.get(name)
         if old is None:
-            set_attribute(root, name, value_of(name).to(device, root.get_buffer(name).dtype))
+            buffer = root.get_buffer(name)
+            filled = value_of(name).to(device, buffer.dtype)
+            for place in places[buffer]:
+                set_attribute(root, place, filled)
             continue
         values = shard_like(value_of(name).to(old.dtype), old)
         if offloaded and isinstance(values, DTensor):  # FSDP2 looks at the device of the DTensor
             values = values.cpu()
         made = replacement(old, values)
-        for place in places[old]:  # a tied parameter stays one
+        for place in places[old]:  # a tied one stays one
             set_attribute(root, place, made)
 
 

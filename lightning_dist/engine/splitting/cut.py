@@ -163,8 +163,14 @@ def _copy_with(module: Module, stand_ins: dict[int, Tensor], device: torch.devic
             stand_ins[id(held)] = torch.empty_like(held.detach(), device=device)
         elif name.endswith("_hooks") and isinstance(held, Mapping):  # methods of any objects
             hooks |= {id(hook): hook for hook in held.values()}
-    # deepcopy takes objects in its memo for copies.
-    return copy.deepcopy(module, {**stand_ins, **hooks})
+    try:  # deepcopy takes objects in its memo for copies
+        return copy.deepcopy(module, {**stand_ins, **hooks})
+    except TypeError as error:
+        raise ValueError(
+            f"A layer has something that cannot be copied: {error} (in {type(module).__name__})."
+            " Other stages have copies of a layer, without its values. Make locks, files and the"
+            " like where they are first used, or give their class a `__deepcopy__`."
+        ) from error
 
 
 def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:

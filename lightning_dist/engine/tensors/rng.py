@@ -69,6 +69,12 @@ def python_state_kept() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
+def python_state() -> tuple[object, ...]:
+    """Returns what changes when Python's or numpy's generator draws a number."""
+    name, keys, *position = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), *position
+
+
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """Puts the state of the generators of torch, the device, Python and numpy back at the end."""

@@ -131,18 +131,24 @@ def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 class WeightsInUse:
-    """The addresses of the weights of the module calls that run at the moment.
+    """The addresses of the weights of the module calls that run at the moment, and of parameters.
 
-    A version may be freed after the call, and its memory used for another tensor.
+    A version may be freed after the call, and its memory used for another tensor. A parameter moves
+    to other memory between batches, if a batch in flight needs its values.
+
+    Args:
+        parameters: The parameters; of a DTensor the local part counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        self._parameters = [*parameters]
+        self._own = _addresses(self._parameters)
         self._calls: list[frozenset[int]] = []
         self._handles: list[RemovableHandle] = []
 
     def __contains__(self, place: object) -> bool:
-        """Returns whether an address is that of a weight in use."""
-        return any(place in call for call in self._calls)
+        """Returns whether an address is that of a weight in use, or of a parameter."""
+        return place in self._own or any(place in call for call in self._calls)
 
     def __enter__(self) -> WeightsInUse:
         """Begins to watch module calls."""
@@ -160,9 +166,15 @@ class WeightsInUse:
         self._calls.clear()
 
     def _begin(self, module: nn.Module, _: Any) -> None:
+        if not self._calls:
+            self._own = _addresses(self._parameters)
         here = (p for p in module.parameters() if not isinstance(p, RemoteTensor))
-        own = (local_part(p.detach()) for p in here)
-        self._calls.append(frozenset(p.untyped_storage().data_ptr() for p in own))
+        self._calls.append(_addresses(here))
 
     def _end(self, *_: Any) -> None:
         self._calls.pop()
+
+
+def _addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
+    own = (local_part(tensor.detach()) for tensor in tensors)
+    return frozenset(part.untyped_storage().data_ptr() for part in own)

@@ -21,7 +21,6 @@ from lightning_dist.engine.profiling.meters.flops import FlopCounter
 from lightning_dist.engine.profiling.meters.memory import ActivationMeter, WeightsInUse
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
 from lightning_dist.engine.profiling.record import StepCount
-from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.observers import OperationWatch, Watch
 
 
@@ -39,9 +38,8 @@ class StepCounter:
         self._flops = FlopCounter()
         self._counters: dict[Any, list[Watch]] = {}
         self._operations = OperationWatch(self._look)
-        self._weights = WeightsInUse()
-        own = (local_part(p.detach()) for p in parameters)
-        self._activations = ActivationMeter(own, self._weights)
+        self._weights = WeightsInUse(parameters)
+        self._activations = ActivationMeter((), self._weights)
         self._stack = ExitStack()
 
     def start(self) -> None:

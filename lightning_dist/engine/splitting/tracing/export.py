@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_dist.engine.splitting.tracing.call import Call, CallCheck
+from lightning_dist.engine.tensors.rng import python_state
 
 _OWN = Path(__file__).parents[3]
 _NOT_THE_USERS = (Path(torch.__file__).parent, _OWN, Path(sysconfig.get_path("stdlib")))
@@ -60,6 +61,7 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
     """
     _refuse_open_keywords(module, call)
     shapes = pytree.tree_map(_open_dims, dict(call.arguments))
+    before = python_state()
     # With gradients in any case, so that a block under `no_grad` is visible in the graph.
     with (
         torch.inference_mode(False),
@@ -85,6 +87,12 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
             ) from None
         except Exception as error:
             raise ValueError(_explain(error)) from error
+    if python_state() != before:
+        raise ValueError(
+            "The forward draws numbers by `random` or `numpy.random`, which a graph would repeat at"
+            " each call. Draw them by torch (`torch.rand(())` with `torch.where`), or in the step,"
+            " and pass a tensor."
+        )
     _refuse_fixed_batch(program, call)
     return program
 

@@ -165,8 +165,9 @@ class TraceProgram:
             The leaves of the call, which the first layer takes.
 
         Raises:
-            ValueError: The graph is not made for this call.
+            ValueError: The graph is not made for this call, or a part has got a hook.
         """
+        _refuse_hooks(self._module)  # of a callback, say
         call = bind(self.signature, args, kwargs)
         # Without a graph to differentiate, a step may leave arguments out: the targets, say.
         form = self._form if torch.is_grad_enabled() else call.left_out
@@ -186,7 +187,7 @@ class TraceProgram:
 
 
 def _refuse_hooks(module: nn.Module) -> None:
-    """Checks that no part has forward hooks, which would run in the trace only."""
+    """Checks that no part has forward hooks, which a graph does not run."""
     names = [name for name, part in module.named_modules() if name and any(hooks_of(part))]
     if names:
         raise ValueError(

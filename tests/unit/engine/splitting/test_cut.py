@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -175,3 +176,10 @@ def test_one_activation_may_stand_at_several_places() -> None:
     assert torch.equal(layers_of(model, (4,), 0)(x), model(x))
     cut(model, (2, 2), (1,))
     assert [isinstance(layer, ForeignLayer) for layer in model] == [True, True, False, False]
+
+
+def test_a_layer_that_cannot_be_copied_is_named() -> None:
+    net = sequence()
+    net[2].lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"cannot be copied: .*lock.* \(in Linear\).*__deepcopy__"):
+        cut(net, [2, 2], [0])

@@ -14,6 +14,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.profiling.meters.flops import num_samples, num_tokens
 from lightning_dist.engine.profiling.meters.memory import (
     ActivationMeter,
+    WeightsInUse,
     bytes_of,
     gradient_bytes,
     optimizer_bytes,
@@ -215,3 +216,15 @@ def test_a_real_trace_has_the_parts_that_were_named(capfd: pytest.CaptureFixture
     assert exposure is not None
     assert exposure.shares == {"forward": 0.0}
     capfd.readouterr()  # torch's profiler says that it begins
+
+
+def test_parameters_are_followed_to_other_memory() -> None:
+    linear = nn.Linear(2, 2)
+    before = linear.weight.untyped_storage().data_ptr()
+    with WeightsInUse(linear.parameters()) as weights:
+        assert before in weights
+        kept = linear.weight.data
+        linear.weight.data = kept.clone()  # as a pipeline does, between batches
+        linear(torch.ones(1, 2))
+        assert linear.weight.untyped_storage().data_ptr() in weights
+        assert before not in weights

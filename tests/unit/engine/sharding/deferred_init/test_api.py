@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.sharding.deferred_init.api import deferred_init, named_tensors
+from lightning_dist.engine.sharding.fully_shard import fill
 from tests.unit.engine.sharding.deferred_init.ordinary import (
     SEED,
     assert_equal_to_ordinary,
@@ -108,3 +109,16 @@ def test_only_shapes_gives_other_values_to_who_draws_again() -> None:
         steps = [float(x) for x in torch.linspace(0, 1, 3)]
     assert len(values) == 3
     assert steps == [0.0, 0.5, 1.0]
+
+
+def test_a_buffer_of_several_names_stays_one() -> None:
+    with deferred_init() as tape:
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+        mask = torch.tril(torch.ones(2, 2))
+        for part in model.values():
+            part.register_buffer("mask", mask)
+    tensors = named_tensors(model)
+    fill(model, tensors, lambda name: tape.materialize(tensors[name]), torch.device("cpu"))
+    assert model["a"].mask is model["b"].mask
+    assert model["b"].mask.tolist() == [[1.0, 0.0], [1.0, 1.0]]
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -112,6 +114,16 @@ class WritesLateInEvaluation(Two):
         return result + (hidden if self.training else hidden.mul_(2))
 
 
+class StochasticDepth(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) if random.random() < 0.5 else super().forward(x)
+
+
+class NumpyNoise(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(np.random.uniform())  # noqa: NPY002
+
+
 class Hooked(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -141,6 +153,8 @@ class Hooked(Two):
         (OtherOrder, r"'first\.weight' earlier in training", ""),
         (WritesLateInEvaluation, "written to in place.*apart in training", "hidden.mul_(2)"),
         (Hooked, r"\['second'\] have forward hooks", ""),
+        (StochasticDepth, "draws numbers by `random`.*torch.where", ""),
+        (NumpyNoise, r"or `numpy\.random`, which a graph would repeat", ""),
     ],
 )
 def test_is_refused(class_: Callable[[], nn.Module], message: str, line: str) -> None:
@@ -282,3 +296,13 @@ def test_recurrent_layers_fix_the_length_and_may_take_time_first() -> None:
         module(torch.rand(3, 6, 4))
     with pytest.raises(ValueError, match=r"`batch_first=False`\), lay batches out as \[samples"):
         TracedSequence(Recurrent(batch_first=False), (torch.rand(3, 5, 4),), {})
+
+
+def test_a_hook_that_comes_after_the_trace() -> None:
+    module = Two()
+    TracedSequence(module, (torch.rand(3, 4),), {})
+    handle = module.second.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"\['second'\] have forward hooks"):
+        module(torch.rand(2, 4))
+    handle.remove()
+    module(torch.rand(2, 4))
