@@ -20,6 +20,17 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
+_OPERATIONS = (
+    ast.BinOp,
+    ast.BoolOp,
+    ast.Compare,
+    ast.If,
+    ast.IfExp,
+    ast.Subscript,
+    ast.UnaryOp,
+    ast.While,
+)
+
 
 def syntax_of(function: Any) -> ast.Module | None:
     """Parses a function's source, beneath its decorators; None for a value without source."""
@@ -144,6 +155,18 @@ def attributes_read(module: nn.Module) -> set[str]:
     """Returns the names of all attributes, of any object, that a module's forward reads."""
     code = syntax_of(type(module).forward)
     return set() if code is None else {_attribute_name(node) for node in ast.walk(code)}
+
+
+def attributes_computed_with(module: nn.Module) -> set[str]:
+    """Returns the names of attributes, of any object, that a module's forward decides with.
+
+    These are in an operation, a comparison or a condition, or choose an item. What is only passed
+    on, as the place of a layer to a cache, is not.
+    """
+    code = syntax_of(type(module).forward)
+    nodes = () if code is None else ast.walk(code)
+    operations = (node for node in nodes if isinstance(node, _OPERATIONS))
+    return {_attribute_name(part) for node in operations for part in ast.iter_child_nodes(node)}
 
 
 def _divides(node: ast.AST, head_counts: Collection[str]) -> bool:

@@ -21,27 +21,36 @@ from torch import Tensor, nn
 from lightning_dist.engine.tensor_parallel.layers.projection import input_size
 from lightning_dist.engine.tensor_parallel.plan.heads import count_heads
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles, attentions
+from lightning_dist.engine.tensors.forward_ast import attributes_computed_with
 from lightning_dist.engine.tensors.patch import hooks_of
 from lightning_dist.engine.tensors.rng import python_state_kept, seed_python, seeded
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 _TOLERANCE = 1e-3  # in float32, of the largest element
 _SETTINGS = (bool, int, float, str, type(None))
-_PLACES = ("layer", "idx", "index", "depth", "number")  # where a block is, not what it does
+# Numbers of such names say where a block is, unless its forward decides with them.
+_PLACES = ("layer", "idx", "index", "depth", "number")
 
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
     """Returns a key that is equal for modules with the same computation and other weights."""
     parts = list(module.modules())
     functions = (value for part in parts for value in vars(part).values() if callable(value))
-    settings = (
-        (name, value)
-        for part in parts
-        for name, value in vars(part).items()
-        if isinstance(value, _SETTINGS) and not any(word in name for word in _PLACES)
-    )
+    settings = (setting for part in parts for setting in _settings(part))
     shapes = (tensor.shape for tensor in [*module.parameters(), *module.buffers()])
     return (*map(type, parts), str(module), *map(id, functions), *settings, *shapes)
+
+
+def _settings(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    own = {name: value for name, value in vars(part).items() if isinstance(value, _SETTINGS)}
+    places = {n for n, value in own.items() if type(value) is int and _is_place(n)}
+    if places:
+        places -= attributes_computed_with(part)
+    return ((name, value) for name, value in own.items() if name not in places)
+
+
+def _is_place(name: str) -> bool:
+    return any(word in name for word in _PLACES)
 
 
 def random_copy(module: nn.Module) -> nn.Module:

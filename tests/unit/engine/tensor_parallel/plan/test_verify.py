@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
+from lightning_dist.engine.tensor_parallel.plan.trial_run import kind_of
 from lightning_dist.engine.tensor_parallel.plan.verify import check_parts, find_mismatches
 
 WIDTH, HEADS, TP = 8, 2, 2
@@ -104,6 +105,42 @@ CANNOT: dict[str, nn.Module] = {
     "norm without parameters": Norm(nn.LayerNorm(12, elementwise_affine=False)),
     "width in the code": Mlp(lambda h: h.view(-1, 4, 12)),
 }
+
+
+class ByPlace(Mlp):
+    """Is another layer at each second place."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__(F.gelu)
+        self.layer_idx = layer_idx
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        summed: Tensor = self.fc2(hidden.softmax(-1) if self.layer_idx % 2 else hidden)
+        return summed
+
+
+class ByType(Mlp):
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__(F.gelu)
+        self.layer_type = ("plain", "mixed")[layer_idx]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        summed: Tensor = self.fc2(hidden.softmax(-1) if self.layer_type == "mixed" else hidden)
+        return summed
+
+
+class Placed(Mlp):
+    """Knows its place only to pass it on."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__(F.gelu)
+        self.layer_idx = layer_idx
+
+    def forward(self, x: Tensor) -> Tensor:
+        id(self.layer_idx)
+        return super().forward(x)
 
 
 def model_of(module: nn.Module) -> nn.Module:
@@ -289,3 +326,16 @@ def test_what_cannot_be_run_is_taken_at_its_word() -> None:
     model = model_of(Odd(by_head))
     assert plan_of(model) == {"1.qkv", "1.out"}
     assert find_mismatches(model, find_plan(model, TP).styles, TP) == {}
+
+
+@pytest.mark.parametrize("kind", [ByPlace, ByType])
+def test_a_layer_that_asks_for_its_place_is_proven_by_itself(kind: Callable[[int], Mlp]) -> None:
+    model = nn.Sequential(nn.Embedding(6, WIDTH), kind(0), kind(1), nn.Linear(WIDTH, 6))
+    styles = find_plan(model, TP).styles
+    assert {name for name in styles if name.startswith("1.")} == {"1.fc1", "1.fc2"}
+    assert not {name for name in styles if name.startswith("2.")}
+
+
+def test_a_place_that_is_passed_on_makes_no_other_kind() -> None:
+    assert kind_of(Placed(0)) == kind_of(Placed(1))
+    assert kind_of(ByPlace(0)) != kind_of(ByPlace(1))
