@@ -164,7 +164,7 @@ class Runtime:
         received = self._links.activations_in[stage].receive(tag=tag, key=key)
         self._received[place] = received
         if torch.is_grad_enabled():
-            self._keys_out[place] = self._gradient_key(stage - 1, received)
+            self._keys_out[place] = self._note_activation(stage - 1, received)
 
     def _forward(self, place: Place, work: Work | None) -> None:
         assert work is not None
@@ -195,7 +195,7 @@ class Runtime:
         tag, key = self._tag(stage, index), self._activation_key(stage, index, work)
         self._links.activations_out[stage].send(activation, tag=tag, key=key)
         if torch.is_grad_enabled():
-            self._keys_in[place] = self._gradient_key(stage, activation)
+            self._keys_in[place] = self._note_activation(stage, activation)
 
     def _activation_key(self, before: int, index: int, work: Work) -> Hashable:
         """Returns what both ends know of an activation; nothing of the first one of a batch.

@@ -12,7 +12,7 @@ A :class:`.WeightPolicy` decides which weights a forward and its backward see.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -243,9 +243,9 @@ class Stage:
             # A copy for another run, since the layers may write into their input.
             given = map_tensors(copy_of, layer_input) if self._recomputes else layer_input
             looks = has_backward and not self._has_looked
-            with ExitStack() as around:
-                if looks and microbatch.weight < 1.0:
-                    around.enter_context(warn_of_time_first(self.layers, microbatch.num_samples))
+            looks_at_cut = looks and microbatch.weight < 1.0
+            num_samples = microbatch.num_samples
+            with warn_of_time_first(self.layers, num_samples) if looks_at_cut else nullcontext():
                 output = self._run_layers(given, name)
             if looks and not self.is_last:
                 check_no_side_losses(self.layers, self._stage_index, output)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,33 +24,28 @@ def warn_of_time_first(layers: nn.Module, num_samples: int) -> Iterator[None]:
         layers: Layers of a stage, which run meanwhile.
         num_samples: Samples of the micro-batch, a piece of its batch.
     """
-    found = [
-        (name, part)
-        for name, part in layers.named_modules()
-        if getattr(part, "batch_first", None) is False and part._compiled_call_impl is None
-    ]
-    warned: list[str] = []
+    has_warned = False
 
-    def check(name: str, part: nn.Module, given: Any) -> None:
-        # Its samples are in dim 1. Without a third dim there is one sequence, of any length.
-        is_cut = isinstance(given, Tensor) and given.ndim == 3 and given.shape[0] == num_samples
-        if is_cut and given.shape[1] != num_samples and not warned:
-            warned.append(name)
-            warnings.warn(
-                f"{name!r} ({type(part).__name__} with batch_first=False) takes dim 0 of its input"
-                f" for time, and got {tuple(given.shape)}, with the {num_samples} samples of a"
-                " micro-batch there. A batch is cut along dim 0, so sequences may be cut in time."
-                " Lay batches out as [samples, time, ...] and pass batch_first=True, or transpose"
-                " in front of the layer, or set num_microbatches=1.",
-                stacklevel=2,
-            )
+    def look(name: str, part: nn.Module, given: tuple[Any, ...]) -> None:
+        nonlocal has_warned
+        x = given[0] if given else None
+        if has_warned or not isinstance(x, Tensor) or x.ndim != 3:
+            return  # without a third dim it is one sequence, of any length
+        if x.shape[0] != num_samples or x.shape[1] == num_samples:
+            return  # its samples are in dim 1
+        has_warned = True
+        warnings.warn(
+            f"{name!r} ({type(part).__name__} with batch_first=False) takes dim 0 of its input for"
+            f" time, and got {tuple(x.shape)}, with the {num_samples} samples of a micro-batch"
+            " there. A batch is cut along dim 0, so sequences may be cut in time. Lay batches out"
+            " as [samples, time, ...] and pass batch_first=True, or transpose in front of the"
+            " layer, or set num_microbatches=1.",
+            stacklevel=2,
+        )
 
     with ExitStack() as hooks:
-        for name, part in found:
-
-            def look(part: nn.Module, given: tuple[Any, ...], name: str = name) -> None:
-                if given:
-                    check(name, part, given[0])
-
-            hooks.callback(part.register_forward_pre_hook(look).remove)
+        for name, part in layers.named_modules():
+            # A hook would have a compiled layer compiled anew.
+            if getattr(part, "batch_first", None) is False and part._compiled_call_impl is None:
+                hooks.callback(part.register_forward_pre_hook(partial(look, name)).remove)
         yield

@@ -4,8 +4,9 @@ A backward of a minibatch runs with the weights that its forward used, while new
 exist (PipeDream: Narayanan et al., SOSP 2019, section 3.3). The forward runs on *aliases*: tensors
 that share the parameters' memory and are leaves of its autograd graph. If a micro-batch in flight
 uses the present memory when the optimizer is about to write, the parameters move to a fresh copy:
-at most one copy per step, and none on the last stage. Overwriting the memory under a live graph
-would be silently wrong for convolutions and norms.
+at most one copy per step, and none on the last stage. So they do behind a batch that only fills the
+pipeline, since hooks may write there, too. Overwriting the memory under a live graph would be
+silently wrong for convolutions and norms.
 
 Under vertical sync (the same section) a minibatch uses the same version on each stage. The later a
 stage, the newer its weights, so a stage keeps some versions for its next forwards.
