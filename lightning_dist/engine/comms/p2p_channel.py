@@ -7,7 +7,7 @@ gloo with CPU tensors, where all of its semantics are tested.
 The receiver must know a message's shapes before it comes, and must not wait for the sender to tell.
 Both ends know the *key* of a message: the shapes of its micro-batch. The first message of a key is
 preceded by its schema, over a control channel of the host. Later ones of that key come without. The
-first activation of each batch has no key, and so has its schema with it: only its sender knows which
+first activation of each batch has no key, and so comes with its schema: only its sender knows which
 tensors need a gradient by now.
 
 A communicator runs its operations in order. Two stages send to each other in both directions, and

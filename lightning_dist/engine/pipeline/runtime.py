@@ -211,7 +211,8 @@ class Runtime:
         first = self._first.get(before)
         return None if first is None else (key, first)
 
-    def _gradient_key(self, before: int, activation: Any) -> Hashable:
+    def _note_activation(self, before: int, activation: Any) -> Hashable:
+        """Notes the first activation of a batch; returns what both ends know of its gradients."""
         infos = tuple(TensorInfo.of(tensor) for tensor in flatten(activation)[0])
         self._first.setdefault(before, infos)
         return infos
