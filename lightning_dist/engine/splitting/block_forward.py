@@ -5,9 +5,11 @@ all hooks of the block. Blocks before the stage's own return placeholders, and t
 returns the received activation. After the last own block the forward ends, except on the last
 stage, where norm, head and loss follow.
 
-An embedding that is remote returns NaNs of the shapes that its structure on the meta device
-computes. If the model passes them around the blocks, they are detected in a block's arguments, or
-in a result that is a number if placeholders are zeros. Else the loss is NaN, never a wrong number.
+An embedding that is remote returns placeholders of the shapes that its structure on the meta device
+computes. In the first run of each mode, all that is computed from placeholders is marked
+(:mod:`lightning_dist.engine.tensors.dependence`), and must not reach a block of the stage or the
+result. Placeholders are NaN, so that a forward that takes another way later on ends with a loss of
+NaN.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.cut import ForeignLayer
+from lightning_dist.engine.tensors.dependence import DependenceWatch
 from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
@@ -50,7 +54,7 @@ class _Course:
 
     span: Span
     received: Any  # the activation from the stage before
-    fill: float = math.nan  # value of the placeholders' elements
+    watch: DependenceWatch | None  # of the placeholders; None once the stage is checked
     next_block: int = 0
     placeholder: Any = None  # for the output of a remote block
     output: Any = None
@@ -83,8 +87,7 @@ class BlockRoute:
         self._blocks = cast(nn.ModuleList, model.get_submodule(path))
         self._forward: Callable[..., Any] = model.forward
         self._course: _Course | None = None
-        self._inspected: set[Span] = set()
-        self._finished: set[Span] = set()
+        self._checked: set[tuple[Span, bool]] = set()  # by training mode
         self._latest: dict[str, Any] = {}  # results of remote modules, without values
         self._latest_keys: dict[str, bytes | None] = {}
 
@@ -124,37 +127,28 @@ class BlockRoute:
             ValueError: The forward does not call each block once and in order, or it uses a module
                 or value of another stage.
         """
-        result = self._run(_Course(span, received), arguments, keywords)
-        is_last = span.end == len(self._blocks)
-        if is_last and span.first > 0 and span not in self._finished:
-            self._finished.add(span)
-            if _has_nan(result) and not _has_nan(received):
-                self._refuse_leak(_Course(span, received, fill=0.0), arguments, keywords)
-        return result
-
-    def _run(self, course: _Course, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        self._course = course
+        key = (span, self._model.training)
+        watch = None
+        if span.first > 0 and key not in self._checked:
+            self._checked.add(key)
+            watch = DependenceWatch(self._refuse_read)
+        self._course = course = _Course(span, received, watch)
         try:
-            result = self._forward(*arguments, **keywords)
+            with watch or nullcontext():
+                result = self._forward(*arguments, **keywords)
         except _BlocksLeft:
             return course.output
         finally:
             self._course = None
-        if course.next_block < course.span.end:
+        if course.next_block < span.end:
             raise ValueError(self._out_of_order(course, "ended"))
+        if watch is not None and watch.has_marked(result):
+            raise ValueError(
+                f"{_INSTEAD} {type(self._model).__name__} uses a value from before the blocks of"
+                f" {self._path!r} behind them, and only what a block returns travels between"
+                " stages."
+            )
         return result
-
-    def _refuse_leak(
-        self, course: _Course, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> None:
-        """Raises an error if a result is NaN because of placeholders only."""
-        with torch.no_grad(), torch.random.fork_rng(devices=()):
-            if _has_nan(self._run(course, arguments, keywords)):
-                return
-        raise ValueError(
-            f"{_INSTEAD} {type(self._model).__name__} uses a value from before the blocks of"
-            f" {self._path!r} behind them, and only what a block returns travels between stages."
-        )
 
     def _call(self, index: int, block: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         course = self._course
@@ -167,13 +161,14 @@ class BlockRoute:
         if index < span.first:
             is_next_own = index + 1 == span.first
             if course.placeholder is None and not is_next_own:
-                unknown = partial(_unknown, fill=course.fill)
-                course.placeholder = map_tensors(unknown, course.received)
+                course.placeholder = self._marked(map_tensors(_unknown, course.received))
             return course.received if is_next_own else course.placeholder
-        if index == span.first > 0 and span not in self._inspected:
-            self._inspected.add(span)
-            self._inspect(index, course.received, [*enumerate(arguments), *keywords.items()])
-        output = self._run_block(block, *arguments, **keywords)
+        if course.watch is None:
+            output = self._run_block(block, *arguments, **keywords)
+        else:
+            self._check(course.watch, index, [*enumerate(arguments), *keywords.items()])
+            with course.watch.paused():
+                output = self._run_block(block, *arguments, **keywords)
         if index + 1 == span.end < len(self._blocks):
             course.output = output
             raise _BlocksLeft
@@ -205,7 +200,12 @@ class BlockRoute:
         given = flatten((arguments, keywords))[0]
         device = given[0].device if given else torch.device("cpu")
         returned = self._shapes_of(name, empty, (arguments, keywords))
-        return map_tensors(partial(_unknown, fill=course.fill, device=device), returned)
+        return self._marked(map_tensors(partial(_unknown, device=device), returned))
+
+    def _marked(self, placeholder: Any) -> Any:
+        if self._course is not None and self._course.watch is not None:
+            self._course.watch.mark(placeholder)
+        return placeholder
 
     def _shapes_of(self, name: str, empty: nn.Module, call: tuple[Any, Any]) -> Any:
         """Returns a remote module's result on the meta device.
@@ -221,18 +221,27 @@ class BlockRoute:
             self._latest_keys[name] = key
         return self._latest[name]
 
-    def _inspect(self, index: int, received: Any, given: list[tuple[int | str, Any]]) -> None:
+    def _check(
+        self, watch: DependenceWatch, index: int, given: list[tuple[int | str, Any]]
+    ) -> None:
         """Checks that no argument of a block depends on placeholders."""
-        if _has_nan(received):  # NaNs show nothing then; a dry run's tensors count as NaN, too
-            return
-        leaks = [str(name) for name, value in given if _has_nan(value)]
+        leaks = [str(name) for name, value in given if watch.has_marked(value)]
         if leaks:
             raise ValueError(
                 f"{_INSTEAD} Block {index} of {self._path!r} is given the arguments {leaks} that"
-                f" depend on one of {sorted(self._before)}, which live on the first stage. Only"
-                f" what a block returns travels between stages, so {type(self._model).__name__}"
-                " cannot be cut between its blocks."
+                f" depend on {self._remote_values()}. Only what a block returns travels between"
+                f" stages, so {type(self._model).__name__} cannot be cut between its blocks."
             )
+
+    def _refuse_read(self) -> None:
+        raise ValueError(
+            f"{_INSTEAD} {type(self._model).__name__} reads a number (`if`, `item()`) that depends"
+            f" on {self._remote_values()}, and is not known on this stage."
+        )
+
+    def _remote_values(self) -> str:
+        parts = f"one of {sorted(self._before)}, which live on the first stage, or on "
+        return f"{parts if self._before else ''}a block of another stage"
 
 
 class _GuardedBlocks(nn.ModuleList):
@@ -277,11 +286,6 @@ def _key_of(tree: Any) -> bytes | None:
         return None
 
 
-def _unknown(tensor: Tensor, fill: float, device: torch.device | None = None) -> Tensor:
+def _unknown(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     has_nan = tensor.is_floating_point() or tensor.is_complex()
-    return torch.full_like(tensor, fill if has_nan else 0, device=device, requires_grad=False)
-
-
-def _has_nan(tree: Any) -> bool:
-    floating = (t for t in flatten(tree)[0] if t.is_floating_point() or t.is_complex())
-    return any(bool(t.isnan().any()) for t in floating)
+    return torch.full_like(tensor, math.nan if has_nan else 0, device=device, requires_grad=False)

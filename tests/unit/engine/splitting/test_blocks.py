@@ -137,6 +137,61 @@ class Leaking(Body):
         return self.norm(hidden)
 
 
+class Masking(Body):
+    """Gives its blocks what a comparison has made of the embedding."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = self.embed(tokens)
+        mask = (hidden.sum(-1, keepdim=True) > 0.0).double()
+        for block in self.blocks:
+            hidden = block(hidden, scale=mask)
+        return self.norm(hidden)
+
+
+class Counting(nn.Embedding):
+    """Returns integers with the embedding."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        return super().forward(tokens), (tokens > 2).long().sum(0)
+
+
+class Counted(Body):
+    """Uses integers from before the blocks behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Counting(7, 4)
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        hidden, counts = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden, scale=torch.tensor(scale))
+        return self.norm(hidden) * (1 + counts)
+
+
+class Deciding(Body):
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = self.embed(tokens)
+        scale = 2.0 if (hidden.abs() > 0.0).any() else 1.0
+        for block in self.blocks:
+            hidden = block(hidden, scale=torch.tensor(scale))
+        return self.norm(hidden)
+
+
+class Shaping(Body):
+    """Takes the shape of what comes from before the blocks, not its values."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = start = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden, scale=torch.full_like(start, scale)[..., :1])
+        return self.norm(hidden) + start.new_ones(4)
+
+
+def test_a_shape_from_before_the_blocks_may_be_used() -> None:
+    assert difference(Model(Shaping)) < 1e-13
+
+
 class Reversed(Body):
     def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
         hidden = self.embed(tokens)
@@ -184,6 +239,9 @@ class Unsaid(Parts):
             ValueError,
             r"^Let PipelineStrategy .* Block \d of 'body.blocks' .*\['scale'\].*'body.embed'",
         ),
+        (Masking, ValueError, r"^Let PipelineStrategy .* Block \d .*\['scale'\].*'body.embed'"),
+        (Counted, ValueError, r"^Let PipelineStrategy trace .* Model uses a value from before"),
+        (Deciding, ValueError, r"^Let PipelineStrategy trace .* Model reads a number"),
         (Reversed, ValueError, r"called block 4 when block 0 of 'body.blocks'"),
         (Dropping, ValueError, r"ended when block 4 .*layerdrop"),
         (Reading, ValueError, r"'weight' of layer 'body.embed' .*lives on stage 0.*'trace'"),
