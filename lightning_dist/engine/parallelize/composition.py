@@ -223,6 +223,8 @@ def _find_split(
         is_traced_well = is_traced(module) and not isinstance(error, UncutError)
         if not_found is None or is_traced_well:
             raise
+        if isinstance(not_found, SeveralListsError):  # a name of a list is the simplest way
+            raise ValueError(f"{not_found} Tracing it failed, too: {error}") from None
         raise ValueError(
             f"{error} Or change the model so that it needs no trace. {not_found}"
         ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -278,3 +278,44 @@ def test_a_trace_is_not_sharded() -> None:
         mesh = build_mesh(MeshShape(pp=2), "cpu")
         with pytest.raises(ValueError, match=r"^Pass Parallelism\(shard=None\)"):
             parallelize(Module(), mesh, asked)
+
+
+class Towers(nn.Module):
+    """Two lists of blocks, as a Hugging Face model has them, and an embedding before each."""
+
+    config = None
+    pp_plan: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, SIZE)
+        self.left = nn.ModuleList(Block() for _ in range(2))
+        self.right = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.left:
+            hidden = block(hidden)
+        hidden = hidden + self.embed(tokens)
+        for block in self.right:
+            hidden = block(hidden)
+        return hidden @ self.embed.weight.T
+
+
+class WithTowers(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Towers()
+        self.example_input_array = torch.arange(4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+
+def test_lists_of_blocks_are_named_first_where_a_trace_fails() -> None:
+    module = WithTowers()
+    example = CallExample(module.example_input_array, lambda: True)
+    asked = Parallelism(PipelineConfig(), shard=None, example=example)
+    expected = r"^Pass layers='model.left' or .* Tracing it failed, too: .* finds too few layers"
+    with fake_rank(0, 2), pytest.raises(ValueError, match=expected):
+        parallelize(module, build_mesh(MeshShape(pp=2), "cpu"), asked)
