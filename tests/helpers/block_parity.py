@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.links import Links
+from lightning_dist.engine.comms.links import Links
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from lightning_dist.engine.comms.channel import MemoryChannel, Receiver, Sender
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
+from lightning_dist.engine.comms.links import Links, PeerLinks
 from lightning_dist.engine.comms.p2p_channel import GroupKey, P2PGroups
-from lightning_dist.engine.pipeline.links import Links, PeerLinks
 
 # A receive is posted all the time, also while nothing is sent for hours. A thread that waits for a
 # message has its own time limit.

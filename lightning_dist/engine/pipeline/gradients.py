@@ -255,6 +255,11 @@ class LossWeights:
         self._collected: list[float] = []
         self._is_given: bool | None = None
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the losses have weights."""
+        return self._is_given is True
+
     def note(self, update: int, index: int, weight: Tensor | float | None) -> None:
         """Remembers the weight of a micro-batch; each stage of a rank may call it.
 

@@ -34,8 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.comms.links import Links
+from lightning_dist.engine.pipeline.earlier_gradients import EarlierGradients
 from lightning_dist.engine.pipeline.gradients import AverageWeight, LossWeights
-from lightning_dist.engine.pipeline.links import Links
 from lightning_dist.engine.pipeline.microbatch import Microbatch, split
 from lightning_dist.engine.pipeline.runtime import Runtime, Work, explain_with
 from lightning_dist.engine.pipeline.stage import Step
@@ -107,6 +108,7 @@ class Pipeline:
         self._on_complete = on_complete
         self._shared = shared
         self._loss_weights = LossWeights(average_weight)
+        self._earlier = EarlierGradients()
         self._loss_scales: dict[int, float] = {}
         self._due: Action | None = None  # the `STEP` of the update that is owed
         self._update_start: Any = None
@@ -272,8 +274,11 @@ class Pipeline:
         """
         update = 0 if self._due is None else self._due.microbatch_index
         completes_early = self.update_rule.completes_early
+        divides = self._loss_weights.is_given and not completes_early
+        own = self.stages.parameters() if divides else []
+        self._earlier.set_apart(own)
         hooked: dict[nn.Parameter, Tensor] = {}
-        shared = self._shared_parameters()
+        shared = self.stages.trained(self._shared)
         for stage in self.stages.values():
             taken = stage.gradients.take(update)
             if not completes_early:
@@ -294,23 +299,15 @@ class Pipeline:
         for parameter, gradient in hooked.items():
             with self._loss_weights.as_mean(parameter, gradient):
                 add_with_hooks(parameter, gradient)
-        if is_complete and not completes_early:
-            self._loss_weights.divide(self._own_gradients())
+        if not is_complete:
+            self._earlier.keep(own)
+        elif not completes_early:
+            self._loss_weights.divide([p.grad for p in own if p.grad is not None])
+            self._earlier.add()
         if reduce is not None and self._due is not None:
             action = replace(self._due, kind=ActionKind.REDUCE_GRAD)
             with self.recorder.span(SpanKind.COMMUNICATION, action):
                 reduce()
-
-    def _own_gradients(self) -> Iterator[Tensor]:
-        # A dict, for stages of one rank may share a parameter.
-        own = {id(p): p.grad for s in self.stages.values() for p in s.layers.parameters()}
-        yield from (gradient for gradient in own.values() if gradient is not None)
-
-    def _shared_parameters(self) -> set[nn.Parameter]:
-        # Parameters, not names: two stages may name the same one.
-        stages = self.stages.values() if self._shared else ()
-        named = (item for stage in stages for item in stage.named_parameters().items())
-        return {parameter for name, parameter in named if name in self._shared}
 
     def begin_update(self) -> None:
         """Stashes the weights; the optimizer's writes must come next."""
@@ -337,6 +334,7 @@ class Pipeline:
         self._runtime.clear()
         self._loss_weights.clear()
         self._loss_scales.clear()
+        self._earlier = EarlierGradients()
         self._due = None
         self.batches_since_drain = 0
 

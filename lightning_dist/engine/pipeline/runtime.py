@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from lightning_dist.engine.comms.links import Links
 from lightning_dist.engine.comms.packet import TensorInfo
 from lightning_dist.engine.pipeline.gradients import LossWeights, WeighedGradients
-from lightning_dist.engine.pipeline.links import Links
 from lightning_dist.engine.pipeline.loss_checks import compares_samples, warn_of_comparison
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.stage import Stage, Step

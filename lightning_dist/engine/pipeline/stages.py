@@ -6,7 +6,7 @@ stages. Other code holds the mapping, never its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -140,6 +140,16 @@ class OwnStages(Mapping[int, Stage]):
     def updated_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that an update may change, as :meth:`Stage.updated_parameters`."""
         return {n: p for stage in self.values() for n, p in stage.updated_parameters().items()}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns all parameters, trainable or not, each once; stages may share one."""
+        return list({id(p): p for s in self.values() for p in s.layers.parameters()}.values())
+
+    def trained(self, names: Collection[str]) -> set[nn.Parameter]:
+        """Returns the trainable parameters of some names, of which two may be one parameter's."""
+        stages = self.values() if names else ()
+        named = (item for stage in stages for item in stage.named_parameters().items())
+        return {parameter for name, parameter in named if name in names}
 
     def layer_profiler(self, recorder: Recorder) -> LayerProfiler:
         """Creates the profiler that times the layers while they train.

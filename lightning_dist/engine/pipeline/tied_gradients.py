@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.links import PeerLinks
+from lightning_dist.engine.comms.links import PeerLinks
+from lightning_dist.engine.pipeline.earlier_gradients import EarlierGradients
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.dtensor import from_shard, local_part
 
@@ -60,8 +61,7 @@ class TiedSums:
                 self._here.setdefault(peer, []).append(name)
         self.names = frozenset(names)
         self._sums: dict[int, dict[str, Tensor | None]] = {}
-        self._earlier: dict[str, Tensor] = {}
-        self._incomplete: frozenset[str] = frozenset()
+        self._earlier = EarlierGradients()
 
     @property
     def sent(self) -> dict[int, list[str]]:
@@ -101,19 +101,14 @@ class TiedSums:
         Args:
             parameters: As for :meth:`install`.
         """
-        for name in self.names & parameters.keys():
-            gradient = parameters[name].grad
-            if gradient is None:
-                self._earlier.pop(name, None)  # the user has cleared it between two batches
-            elif name not in self._incomplete:
-                self._earlier[name], parameters[name].grad = gradient, None
+        self._earlier.set_apart(self._own(parameters))
 
     def keep(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Notes which gradients are not complete yet, and gives back what nothing was added to."""
-        own = {name: parameters[name] for name in self.names & parameters.keys()}
-        self._incomplete = frozenset(n for n, p in own.items() if p.grad is not None)
-        for name in self._earlier.keys() & (own.keys() - self._incomplete):
-            own[name].grad = self._earlier.pop(name)
+        """Gives back what a batch added nothing to, if more batches follow before the update."""
+        self._earlier.keep(self._own(parameters))
+
+    def _own(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+        return [parameters[name] for name in self.names & parameters.keys()]
 
     @torch.no_grad()
     def post(
@@ -162,10 +157,7 @@ class TiedSums:
         for name, total in sums.items():
             if name in parameters:
                 parameters[name].grad = _as_gradient_of(parameters[name], total)
-        for name in self._earlier.keys() & parameters.keys():
-            # Into the earlier tensor, as autograd does.
-            parameters[name].grad = _sum_of(self._earlier[name], parameters[name].grad)
-        self._earlier, self._incomplete = {}, frozenset()
+        self._earlier.add()
 
     def _add_up(
         self, gradients: Mapping[str, Tensor], trained: Collection[str] | None

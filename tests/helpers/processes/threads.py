@@ -8,6 +8,7 @@ asks for that lock with Python's in its hand.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.comms.channel import MemoryChannel
+from lightning_dist.engine.comms.links import Links
 from lightning_dist.engine.pipeline.connect import connect_in_memory
-from lightning_dist.engine.pipeline.links import Links
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.schedules.registry import PipelineShape
@@ -110,19 +111,26 @@ def train_with(
     step: Callable[[nn.Module, Any], Any],
     accumulate: int = 1,
     reduce: Callable[[nn.Module], None] = lambda _: None,
+    clear_every: int = 1,
 ) -> Train:
-    """Makes the loop of a rank; it gives the state that the rank holds."""
+    """Makes the loop of a rank; it gives the state that the rank holds.
+
+    Gradients of ``clear_every`` updates are added up before they are cleared.
+    """
 
     def train(model: nn.Sequential, pipeline: Pipeline) -> dict[str, Tensor]:
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = make_optimizer(parameters or [nn.Parameter(torch.zeros(()))])
+
+        updates = itertools.count(1)
 
         def update() -> None:
             early = pipeline.update_rule.completes_early
             pipeline.install_gradients(None if early else lambda: reduce(model))
             with pipeline.updating():
                 optimizer.step()
-            optimizer.zero_grad()
+            if next(updates) % clear_every == 0:
+                optimizer.zero_grad()
 
         for number, batch in enumerate(batches, 1):
             scale = 1.0 / accumulate

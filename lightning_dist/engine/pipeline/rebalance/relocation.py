@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dist.engine.pipeline.links import PeerLinks
+from lightning_dist.engine.comms.links import PeerLinks
 from lightning_dist.engine.planning.partition import find_moves
 from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.cut import recut, stage_of_layers, structure_of

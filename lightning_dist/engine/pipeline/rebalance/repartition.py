@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
-from lightning_dist.engine.pipeline.links import PeerLinks
+from lightning_dist.engine.comms.links import PeerLinks
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.rebalance.relocation import Relocation
 from lightning_dist.engine.planning.partition import Move

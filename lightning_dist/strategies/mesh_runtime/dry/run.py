@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.common.device_mesh import axis, build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.comms.links import PeerLinks
 from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
-from lightning_dist.engine.pipeline.links import PeerLinks
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions

@@ -94,6 +94,24 @@ def test_the_gradient_is_the_undivided_batch_s(schedule: str, accumulate: int) -
         torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("schedule", "accumulate"), [("1f1b", 1), ("1f1b", 2), ("zbv", 2)])
+def test_gradients_kept_over_an_update_are_divided_once(schedule: str, accumulate: int) -> None:
+    batches = make_batches(8)
+    shapes = shapes_of(schedule, 3, SCHEDULES[schedule])
+    ranks = run_ranks(make, shapes, train_with(sgd, batches, weighed, accumulate, clear_every=2))
+    expected = make()
+    optimizer = sgd(expected.parameters())
+    for number, first in enumerate(range(0, len(batches), accumulate), 1):
+        tokens, targets = whole(batches[first : first + accumulate])
+        loss_of(expected(tokens), targets).backward()
+        optimizer.step()
+        if number % 2 == 0:
+            optimizer.zero_grad()
+    found = {name: value for state in ranks for name, value in state.items()}
+    for name, value in expected.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-12)
+
+
 def halve(parameter: nn.Parameter) -> None:
     parameter.register_hook(lambda gradient: gradient * 0.5)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.comms.channel import MemoryChannel
-from lightning_dist.engine.pipeline.links import PeerLinks
+from lightning_dist.engine.comms.links import PeerLinks
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.splitting.ties import Tie
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.links import Links
+from lightning_dist.engine.comms.links import Links
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.schedules.registry import PipelineShape

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.pipeline.links import Links
+from lightning_dist.engine.comms.links import Links
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import (

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.checkpoint.optimizer_state import name_groups, regroup
-from lightning_dist.engine.pipeline.links import PeerLinks
+from lightning_dist.engine.comms.links import PeerLinks
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.rebalance.relocation import Relocation
 from lightning_dist.engine.splitting.cut import ForeignLayer
