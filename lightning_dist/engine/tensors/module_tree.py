@@ -8,11 +8,13 @@ several names in a model; here each counts once, under the first name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+from lightning_dist.engine.tensors.tree import flatten, unflatten
 
 Chain = tuple[str, ...]
 
@@ -51,6 +53,24 @@ def set_attribute(root: nn.Module, name: str, value: object) -> None:
     """Sets the module, parameter or buffer of a dotted name in a model."""
     path, _, attribute = name.rpartition(".")
     setattr(root.get_submodule(path), attribute, value)
+
+
+def map_other_tensors(root: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replaces tensors of a module and those inside it that are neither parameters nor buffers.
+
+    Args:
+        root: The module. Its attributes may hold tensors in containers, as a metric's states are.
+        function: Returns a tensor in the place of another, or the same one.
+    """
+    for module in root.modules():
+        registered = (module._parameters, module._buffers, module._modules)
+        for name, value in vars(module).items():
+            if any(value is those for those in registered):
+                continue
+            tensors, skeleton = flatten(value)
+            others = [function(tensor) for tensor in tensors]
+            if any(other is not tensor for other, tensor in zip(others, tensors, strict=True)):
+                vars(module)[name] = unflatten(others, skeleton)
 
 
 def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_dist import FSDPStrategy
 from tests.helpers.networks.models import (
@@ -41,10 +42,14 @@ class BuiltLate(Classifier):
             if isinstance(layer, ConvLayer):
                 nn.init.trunc_normal_(layer.conv.weight, std=0.5)
         self.first.append(self.model[0].conv.weight)
+        self.scales = {"drawn": [torch.rand(3)]}  # neither a parameter nor a buffer
+        self.mean = MeanMetric()
 
     def on_fit_start(self) -> None:
         self.initial = parameters_of(self)
         self.initial["steps"] = self.model.steps.clone()
+        self.initial["scale"] = self.scales["drawn"][0].clone()
+        self.initial["mean"] = self.mean.mean_value.clone()
 
 
 def fit(options: dict[str, Any] | None, devices: int, seeds_differ: bool = False) -> Any:

@@ -22,6 +22,7 @@ from lightning_dist.engine.sharding.deferred_init.fake_cpu_mode import FakeCPUMo
 from lightning_dist.engine.sharding.deferred_init.recorder import Recorder
 from lightning_dist.engine.sharding.deferred_init.tape import Tape
 from lightning_dist.engine.sharding.fully_shard import fill
+from lightning_dist.engine.tensors.module_tree import map_other_tensors
 
 
 @contextmanager
@@ -89,9 +90,23 @@ class DeferredModel:
             yield
 
     def look_at(self, module: nn.Module) -> None:
-        """Records the tensors of a module as it was built, before sharding replaces them."""
+        """Records the tensors of a module as it was built, before sharding replaces them.
+
+        Those that are no parameters or buffers, such as a metric's states, get their values at
+        once, whole and on the host, where a constructor would have left them.
+        """
         # A stage may have a tied tensor under a later name.
         self._tensors = named_tensors(module, every_name=True)
+        if self._tape is not None:
+            map_other_tensors(module, self._value_of_other)
+
+    def _value_of_other(self, tensor: Tensor) -> Tensor:
+        assert self._tape is not None
+        # Another name for a parameter or buffer is left without values: a copy would go stale.
+        memory = (t.untyped_storage() for t in self._tensors.values() if t.is_meta)
+        if not self._tape.knows(tensor) or tensor.untyped_storage() in memory:
+            return tensor
+        return self._tape.materialize(tensor)
 
     def fill(self, module: nn.Module, device: torch.device, *, offloaded: bool = False) -> None:
         """Fills a module with its values; each rank keeps its shards.

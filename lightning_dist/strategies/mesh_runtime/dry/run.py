@@ -43,6 +43,7 @@ from lightning_dist.engine.sharding.deferred_init.api import deferred_init, name
 from lightning_dist.engine.sharding.fully_shard import fill
 from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.tensors.dtensor import local_part
+from lightning_dist.engine.tensors.module_tree import map_other_tensors
 from lightning_dist.engine.tensors.rng import python_state_kept
 from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.base.run_setup import StepContext
@@ -140,6 +141,7 @@ class DryRun:
             with without_values(TrafficCounter(ledger, self.mesh)):
                 tensors = named_tensors(module)  # from meta to the CPU, without memory either
                 fill(module, tensors, lambda name: _without_values(tensors[name]), _CPU)
+                map_other_tensors(module, lambda t: _without_values(t) if t.is_meta else t)
                 known |= step.train(map_tensors(_without_values, self.batch), known)
                 return self._kind_of(place, module, ledger.traffic)
 

@@ -61,6 +61,26 @@ def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
     assert sizes == (10 * FLOAT, 8 * FLOAT, 8 * FLOAT)
 
 
+class ScalesLate(L.LightningModule):
+    """Builds a tensor in ``configure_model`` that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def configure_model(self) -> None:
+        self.scale = torch.arange(4.0)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return (self.model(batch) * self.scale).sum()
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_tensors_that_are_no_parameters_have_no_values_either(pp: int) -> None:
+    said = MeshStrategy(pp=pp).dry_run(ScalesLate(), 2, sample_batch=torch.ones(2, 4))
+    assert [stage for kind in said.kinds for stage in kind.stages] == [*range(pp)]
+
+
 class TiedWords(L.LightningModule):
     """Two stages, whose layers share one weight of 6 x 4."""
 
