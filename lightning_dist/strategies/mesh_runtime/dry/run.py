@@ -30,7 +30,7 @@ from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.common.device_mesh import axis, build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.comms.links import PeerLinks
-from lightning_dist.engine.data_parallel.replicas import average_gradients
+from lightning_dist.engine.data_parallel.replicas import average, average_gradients
 from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
@@ -217,14 +217,15 @@ class DryStep:
 
         sharded.backward(loss, differentiate, accumulating=False)
         sharded.add_gradients()
-        self._average()
+        replicas = self._replicas()
+        if replicas is not None:  # as DistributedDataParallel does, which sends nothing else
+            parameters = self.composed.module.parameters()
+            average([p.grad for p in parameters if p.grad is not None], replicas)
 
-    def _average(self) -> None:
-        """Averages the gradients of whole layers over the replicas."""
+    def _replicas(self) -> DeviceGroup | None:
+        """Returns the group that averages the gradients of whole layers, if there is one."""
         averaged = axis(self.ranks, *self.run.averaged_axes)
-        if averaged is not None:
-            group = DeviceGroup(averaged.get_group(), _CPU)
-            average_gradients(self.composed.module.parameters(), group)
+        return None if averaged is None else DeviceGroup(averaged.get_group(), _CPU)
 
     def _run_stages(
         self, batch: Any, rest: tuple[int, ...], known: Mapping[int, Sent]
@@ -252,7 +253,9 @@ class DryStep:
         pipeline.train_batch(batch, train)
         pipeline.install_gradients()
         staged.add_gradients()
-        self._average()
+        replicas = self._replicas()
+        if replicas is not None:
+            average_gradients(self.composed.module.parameters(), replicas)
         gradients = pipeline.stages.named_parameters()
         tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, PeerLinks())
         for names in tied.sent.values():
