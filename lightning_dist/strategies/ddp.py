@@ -220,7 +220,9 @@ class DDPStrategy(LocalReplicas):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        return super().all_gather(tensor, group or self._step_group, sync_grads)
+        if group is None or group is dist.group.WORLD:
+            group = self._step_group
+        return super().all_gather(tensor, group, sync_grads)
 
     @property
     def _step_group(self) -> dist.ProcessGroup | None:

@@ -7,6 +7,7 @@ collective with a tensor on the right device. A group itself does not tell which
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,3 +82,36 @@ def reduce_tensor(
     if is_mean:
         value = value / dist.get_world_size(group)
     return value
+
+
+def gather_tensor(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool) -> Tensor:
+    """Stacks the tensors of a group's ranks. Collective: every rank must call it.
+
+    Args:
+        tensor: This rank's tensor, of the same shape on each rank.
+        group: A group for tensors of its device.
+        sync_grads: Whether the result is differentiable. Then a tensor's gradient is the sum of
+            what all ranks compute of it, and their backwards must run alike.
+
+    Returns:
+        The stack, with a new dim 0 of the group's size.
+    """
+    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+        return _Gather.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Gather(torch.autograd.Function):
+    # torch.distributed.nn's own fails on gloo in a group without rank 0.
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None

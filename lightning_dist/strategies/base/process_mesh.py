@@ -26,7 +26,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_dist.engine.common.device_group import DeviceGroup, check_backend, reduce_tensor
+from lightning_dist.engine.common.device_group import (
+    DeviceGroup,
+    check_backend,
+    gather_tensor,
+    reduce_tensor,
+)
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.comms import interface
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
@@ -360,8 +365,12 @@ class ProcessMesh(ParallelStrategy):
     ) -> Tensor:
         if not dist.is_initialized():
             return tensor
-        group = group or self._data_group_for(tensor)
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        # `LightningModule.all_gather` names the group of all ranks where the user names none.
+        if group is None or group is dist.group.WORLD:
+            group = self._data_group_for(tensor)
+            if dist.get_world_size(group) == 1:  # one replica sees what one device does
+                return tensor
+        return gather_tensor(tensor, group, sync_grads=sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:
