@@ -154,6 +154,8 @@ class StepRunner:
         There are such batches before a validation within an epoch, and at the end of an epoch that
         was stopped early. The last batch of a whole epoch holds nothing back.
         """
+        if not self._steps:  # or a validation's values would be replaced by training's
+            return
         with as_of_training_step(self._module):
             self._deliver(num_held_back=0)
 

@@ -246,3 +246,42 @@ def test_losses_that_compare_samples_are_warned_of(
     first, last = workers.run(2, contrast, 2, arguments)
     assert (first[0], last[0]) == ([], warned)
     assert (abs(last[1] - expected) < 1e-12) == (not warned)
+
+
+class LogsOneName(Classifier):
+    """Logs its loss by one name in training and validation."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+        self.monitored: list[tuple[float, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = F.cross_entropy(self.model(batch[0]), batch[1])
+        self.log("loss", loss)
+        self.log("val_loss", loss)
+
+    def on_train_epoch_end(self) -> None:
+        metrics = self.trainer.callback_metrics
+        self.monitored.append((float(metrics["loss"]), float(metrics["val_loss"])))
+
+
+def monitor_one_name(devices: int, strategy: Any) -> list[tuple[float, float]]:
+    module = make_module(LogsOneName)
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
+    trainer.fit(module, make_loader(24), make_loader(8))
+    return module.monitored
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_what_validation_logs_last_is_monitored(workers: WorkerPool, schedule: str) -> None:
+    if schedule == "1f1b":
+        expected = monitor_one_name(1, "auto")
+    for found in workers.run(2, monitor_one_name, 2, PipelineStrategy(schedule=schedule)):
+        assert [loss for loss, _ in found] == [validated for _, validated in found]
+        if schedule == "1f1b":
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
