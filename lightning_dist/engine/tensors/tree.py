@@ -55,7 +55,8 @@ def map_leaves(
     if isinstance(tree, Mapping):
         return _rebuild_mapping(tree, {key: inside(value) for key, value in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(inside(value) for value in tree))
+        # Not by the class itself, which may check its arguments, as a PackedSequence does.
+        return tuple.__new__(type(tree), (inside(value) for value in tree))
     if isinstance(tree, list | tuple):
         return type(tree)(inside(value) for value in tree)
     return function(tree)
