@@ -48,11 +48,11 @@ from lightning_dist.engine.tensor_parallel.plan.heads import (
     keep_own_heads,
 )
 from lightning_dist.engine.tensor_parallel.plan.regions import (
+    Partners,
     Styles,
     attentions,
-    head_features,
+    head_widths,
     opens_early,
-    stacked_in,
 )
 from lightning_dist.engine.tensor_parallel.plan.verify_sequence import check_positions
 from lightning_dist.engine.tensors.dtensor import cut, is_dtensor, local_part
@@ -108,7 +108,8 @@ class TensorParallelModule:
         for part in module.modules():
             for name, parameter in part.named_parameters(recurse=False):
                 self._uses[parameter].append((part, name))
-        stacks_in = {name: stacked_in(module, styles, name) for name in styles}
+        partners = Partners(styles)
+        stacks_in = {name: partners.stacked_in(module, name) for name in styles}
         self.cuts = {
             f"{name}.{attribute}": placement
             for name, style in styles.items()
@@ -124,8 +125,7 @@ class TensorParallelModule:
         self._entries: dict[str, Entry] = {}
         for name, style in kept.items():
             self._shard(name, style, stacks_in[name])
-        for parent in attentions(kept):
-            features = head_features(module, kept, parent)
+        for parent, features in head_widths(module, kept).items():
             keep_own_heads(module.get_submodule(parent), features, mesh.size())
             explain_shapes(parent, module.get_submodule(parent), mesh.size())
         for stack in stacks:
@@ -260,6 +260,7 @@ def check_not_sharded(module: nn.Module) -> None:
 
 def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_parallel: bool) -> None:
     """Checks that the ranks divide all sizes."""
+    partners = Partners(styles)
     for name in attentions(styles):
         check_heads(name, module.get_submodule(name), tp_size)
     for name, style in styles.items():
@@ -275,7 +276,7 @@ def check_styles(module: nn.Module, styles: Styles, tp_size: int, sequence_paral
         elif style.sums_up:
             _check_size(name, "input features", input_size(layer), tp_size)
         elif style.takes_whole_input:
-            features = output_size(layer) // stacked_in(module, styles, name)
+            features = output_size(layer) // partners.stacked_in(module, name)
             _check_size(name, "output features", features, tp_size)
 
 

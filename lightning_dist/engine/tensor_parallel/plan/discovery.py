@@ -93,5 +93,6 @@ def _without_flaws(
     flaws = find_mismatches(module, styles, tp_size)
     all_holders = holders(module, styles)
     wrong = {n: flaws[h] for h, layers in all_holders.items() if h in flaws for n in layers}
-    wrong |= {n: flaws[h] for h in flaws for n in local_in(h, styles, all_holders)}
+    local = local_in(styles, all_holders)
+    wrong |= {n: flaws[h] for h in flaws for n in local.get(h, ())}
     return {name: style for name, style in styles.items() if name not in wrong}, wrong

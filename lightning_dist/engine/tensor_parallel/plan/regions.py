@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 
 from torch import nn
@@ -18,45 +20,60 @@ Styles = Mapping[str, Style]
 _INTERLEAVED = ("query_key_value",)
 
 
-def partner_of(styles: Styles, name: str) -> str | None:
-    """Returns the layer that sums over the sharded features of another layer.
+class Partners:
+    """The layers that sum over the sharded features of others.
 
-    It is the nearest by name, for a module may list its layers in any order. Of equally near layers
-    it is the next one.
+    A layer's partner is the nearest by name, for a module may list its layers in any order. Of
+    equally near layers it is the next one.
+
+    Args:
+        styles: Styles by module name, in the order of the model.
+
+    Attributes:
+        styles: The same.
     """
-    places = {other: place for place, other in enumerate(styles)}
-    parts = name.split(".")
 
-    def distance(other: str) -> tuple[int, bool, int]:
-        after = places[other] - places[name]
-        return -len(_shared(parts, other.split("."))), after < 0, abs(after)
+    def __init__(self, styles: Styles) -> None:
+        self.styles = styles
+        self._names = list(styles)
+        self._places = {name: place for place, name in enumerate(styles)}
+        self._inside: defaultdict[str, list[int]] = defaultdict(list)
+        for place, (name, style) in enumerate(styles.items()):
+            for path in paths(name) if style.sums_up else ():
+                self._inside[path].append(place)
 
-    return min((other for other in styles if styles[other].sums_up), key=distance, default=None)
+    def of(self, name: str) -> str | None:
+        """Returns the layer that sums over the sharded features of another layer."""
+        near = next((self._inside[path] for path in paths(name) if path in self._inside), [])
+        if not near:
+            return None
+        following = bisect_left(near, self._places[name])
+        return self._names[near[following] if following < len(near) else near[-1]]
 
+    def stacked_in(self, module: nn.Module, name: str) -> int:
+        """Returns the number of matrices that a layer's weight stacks.
 
-def stacked_in(module: nn.Module, styles: Styles, name: str) -> int:
-    """Returns the number of matrices that a layer's weight stacks.
+        Each matrix has as many output features as the layer that sums up has input features.
 
-    Each matrix has as many output features as the layer that sums up has input features.
-
-    Raises:
-        ValueError: The matrices are not of one size, so that heads cannot be sharded.
-    """
-    path, _, own = name.rpartition(".")
-    if styles[name] is not Style.COLWISE or own in _INTERLEAVED:
-        return 1
-    partner = partner_of(styles, name)
-    if partner is None:
-        return 1
-    features = output_size(module.get_submodule(name))
-    taken = input_size(module.get_submodule(partner))
-    if features > taken and features % taken:
-        raise ValueError(
-            f"Leave both out of plan=, or split the layer: the {features} output features of"
-            f" {name!r} are no multiple of the {taken} input features of {partner!r}, and queries,"
-            " keys and values of different sizes in one layer cannot be cut between heads."
-        )
-    return max(1, features // taken)
+        Raises:
+            ValueError: The matrices are not of one size, so that heads cannot be sharded.
+        """
+        own = name.rpartition(".")[2]
+        if self.styles[name] is not Style.COLWISE or own in _INTERLEAVED:
+            return 1
+        partner = self.of(name)
+        if partner is None:
+            return 1
+        features = output_size(module.get_submodule(name))
+        taken = input_size(module.get_submodule(partner))
+        if features > taken and features % taken:
+            raise ValueError(
+                f"Leave both out of plan=, or split the layer: the {features} output features of"
+                f" {name!r} are no multiple of the {taken} input features of {partner!r}, and"
+                " queries, keys and values of different sizes in one layer cannot be cut between"
+                " heads."
+            )
+        return max(1, features // taken)
 
 
 def attentions(styles: Styles) -> list[str]:
@@ -68,22 +85,26 @@ def attentions(styles: Styles) -> list[str]:
     return list(dict.fromkeys(parent for parent, _, own in cut if not is_mlp_projection(own)))
 
 
-def head_features(module: nn.Module, styles: Styles, attention: str) -> int:
-    """Returns the width of all heads of an attention; 0 if no layer sums over the heads."""
-    first = next(
-        name
-        for name, style in styles.items()
-        if style is Style.COLWISE and name.rpartition(".")[0] == attention
-    )
-    partner = partner_of(styles, first)
-    return 0 if partner is None else input_size(module.get_submodule(partner))
+def head_widths(module: nn.Module, styles: Styles) -> dict[str, int]:
+    """Returns the width of all heads of each attention; 0 if no layer sums over the heads."""
+    partners = Partners(styles)
+    first: dict[str, str] = {}
+    for name, style in styles.items():
+        if style is Style.COLWISE:
+            first.setdefault(name.rpartition(".")[0], name)
+    found = {attention: partners.of(first[attention]) for attention in attentions(styles)}
+    return {
+        attention: 0 if partner is None else input_size(module.get_submodule(partner))
+        for attention, partner in found.items()
+    }
 
 
 def holders(module: nn.Module, styles: Styles) -> dict[str, list[str]]:
     """Returns the smallest modules that run whole regions."""
     found: dict[str, list[str]] = {}
+    partners = Partners(styles)
     for name, style in styles.items():
-        partner = partner_of(styles, name) if style is Style.COLWISE else None
+        partner = partners.of(name) if style is Style.COLWISE else None
         if partner is None:
             continue
         shared = _shared(name.split("."), partner.split("."))
@@ -105,6 +126,14 @@ def opens_early(root: nn.Module, parent: str, blocks: Sequence[str]) -> bool:
 
 def _only_holds(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def paths(name: str) -> Iterator[str]:
+    """Lists a module's name and those of the modules around it, up to the whole model."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
 
 
 def _shared(parts: list[str], others: list[str]) -> list[str]:

@@ -41,12 +41,12 @@ from lightning_dist.engine.tensor_parallel.plan.heads import (
     needs_proof,
 )
 from lightning_dist.engine.tensor_parallel.plan.regions import (
+    Partners,
     Styles,
     attentions,
-    head_features,
+    head_widths,
     holders,
-    partner_of,
-    stacked_in,
+    paths,
 )
 from lightning_dist.engine.tensor_parallel.plan.trial_run import (
     TrialCall,
@@ -68,13 +68,14 @@ def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str
     """Returns the flaws of modules that compute another result if sharded, by module name."""
     known: dict[Any, str | None] = {}
     found: dict[str, str] = {}
-    all_holders = holders(module, styles)
+    all_holders, partners = holders(module, styles), Partners(styles)
     met = {layer for layers in all_holders.values() for layer in layers}
     alone = {n: style for n, style in styles.items() if style.sums_up and n not in met}
+    local = local_in(styles, all_holders)
     for name, layers in all_holders.items():
-        stacks = {_inside(name, n): stacked_in(module, styles, n) for n in layers}
+        stacks = {_inside(name, n): partners.stacked_in(module, n) for n in layers}
         inner = {_inside(name, n): styles[n] for n in layers}
-        inner |= {_inside(name, n): Style.LOCAL for n in local_in(name, styles, all_holders)}
+        inner |= {_inside(name, n): Style.LOCAL for n in local.get(name, ())}
         inner |= {_inside(name, n): style for n, style in alone.items() if _is_in(n, name)}
         holder = module.get_submodule(name)
         kind = (*kind_of(holder), *inner)
@@ -93,8 +94,9 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
     """Checks that sharded layers compute the whole result, as far as a copy can be run."""
     _check_ends(styles)
     _check_local(module, styles)
+    all_holders = holders(module, styles)
     for name, flaw in find_mismatches(module, styles, tp_size).items():
-        layers = holders(module, styles)[name]
+        layers = all_holders[name]
         named = shorten([repr(layer) for layer in layers], 4)
         each = "hidden feature is computed by itself"
         if any(map(is_attention_projection, (layer.rpartition(".")[2] for layer in layers))):
@@ -109,14 +111,15 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
         )
 
 
-def local_in(holder: str, styles: Styles, all_holders: Collection[str]) -> list[str]:
-    """Lists the local layers whose smallest holder is a module."""
-    local = (name for name, style in styles.items() if style is Style.LOCAL)
-    return [name for name in local if _innermost(name, all_holders) == holder]
-
-
-def _innermost(name: str, all_holders: Collection[str]) -> str | None:
-    return max((h for h in all_holders if _is_in(name, h)), key=len, default=None)
+def local_in(styles: Styles, all_holders: Collection[str]) -> dict[str, list[str]]:
+    """Returns the local layers by their smallest holder."""
+    found: dict[str, list[str]] = {}
+    for name, style in styles.items():
+        around = (path for path in paths(name) if path != name and path in all_holders)
+        holder = next(around, None) if style is Style.LOCAL else None
+        if holder is not None:
+            found.setdefault(holder, []).append(name)
+    return found
 
 
 def _is_in(name: str, holder: str) -> bool:
@@ -133,7 +136,8 @@ def _check_ends(styles: Styles) -> None:
             f" the plan gives each rank its own features in {begins[0]!r} ('colwise'), and no layer"
             " sums up over them."
         )
-    met = {partner_of(styles, name) for name in begins}
+    partners = Partners(styles)
+    met = {partners.of(name) for name in begins}
     parents = {name.rpartition(".")[0] for name in begins}
     for name in ends:
         if name not in met and name.rpartition(".")[0] not in parents:
@@ -145,8 +149,7 @@ def _check_ends(styles: Styles) -> None:
 
 
 def _check_local(module: nn.Module, styles: Styles) -> None:
-    all_holders = holders(module, styles)
-    inside = {n for n in styles if _innermost(n, all_holders) is not None}
+    inside = {n for names in local_in(styles, holders(module, styles)).values() for n in names}
     for name, style in styles.items():
         if style is Style.LOCAL and name not in inside:
             raise ValueError(
@@ -202,9 +205,9 @@ def _find_flaw(
 
 def _unproven(name: str, holder: nn.Module, styles: Styles, tp_size: int) -> str | None:
     """Returns the flaw of a module that could not be run; None if there is none."""
-    for parent in attentions(styles):
+    for parent, width in head_widths(holder, styles).items():
         attention = holder.get_submodule(parent)
-        if needs_proof(attention, head_features(holder, styles, parent)):
+        if needs_proof(attention, width):
             path = ".".join(filter(None, (name, parent)))
             try:
                 check_heads(path, attention, tp_size)
@@ -298,7 +301,7 @@ def _part(
 ) -> nn.Module:
     """Returns one rank's part of a module, which shares the module's values."""
     part = shared_copy(copy)
-    features = {parent: head_features(part, styles, parent) for parent in attentions(styles)}
+    features = head_widths(part, styles)
     for own_name, style in styles.items():
         if not style.cuts_a_matrix:
             continue

@@ -7,7 +7,7 @@ from lightning_dist.engine.tensor_parallel.apply import check_styles
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
-from lightning_dist.engine.tensor_parallel.plan.regions import stacked_in
+from lightning_dist.engine.tensor_parallel.plan.regions import Partners
 
 
 class Attention(nn.Module):
@@ -60,14 +60,14 @@ def test_a_plan_that_does_not_fit_is_refused(plan: dict[str, str], words: list[s
 @pytest.mark.parametrize("num_stacked", [1, 2, 3])
 def test_the_partner_tells_how_many_matrices_are_stacked(num_stacked: int) -> None:
     network = model(num_stacked=num_stacked)
-    assert stacked_in(network, resolve_plan(network, PLAN), "blocks.1.qkv") == num_stacked
+    assert Partners(resolve_plan(network, PLAN)).stacked_in(network, "blocks.1.qkv") == num_stacked
 
 
 def test_matrices_of_different_sizes_are_refused() -> None:
     network = model()
     network.blocks[1].qkv = nn.Linear(8, 12)
     with pytest.raises(ValueError, match="12 output features of 'blocks.1.qkv'.*8 input features"):
-        stacked_in(network, resolve_plan(network, PLAN), "blocks.1.qkv")
+        Partners(resolve_plan(network, PLAN)).stacked_in(network, "blocks.1.qkv")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from lightning_dist.engine.tensor_parallel.apply import check_styles
 from lightning_dist.engine.tensor_parallel.layers.projection import is_projection
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
-from lightning_dist.engine.tensor_parallel.plan.regions import stacked_in
+from lightning_dist.engine.tensor_parallel.plan.regions import Partners
 
 
 class Adapted(nn.Linear):
@@ -44,8 +44,8 @@ def test_the_partner_of_a_layer_is_the_nearest_one_by_name() -> None:
         "up": Style.COLWISE,
         "down": Style.ROWWISE,
     }
-    assert stacked_in(model, styles, "attention.qkv") == 3
-    assert stacked_in(model, styles, "up") == 1
+    assert Partners(styles).stacked_in(model, "attention.qkv") == 3
+    assert Partners(styles).stacked_in(model, "up") == 1
 
 
 def test_heads_beside_an_mlp_need_not_be_shared_out() -> None:
