@@ -9,8 +9,7 @@ argument None, a number and an activation are tried.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +20,11 @@ from torch import Tensor, nn
 from lightning_dist.engine.tensor_parallel.layers.projection import input_size
 from lightning_dist.engine.tensor_parallel.plan.heads import count_heads
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles, attentions
+from lightning_dist.engine.tensor_parallel.plan.trial_numbers import TrialNumbers, in_type
 from lightning_dist.engine.tensors.forward_ast import attributes_computed_with
 from lightning_dist.engine.tensors.patch import hooks_of
-from lightning_dist.engine.tensors.rng import python_state_kept, seed_python, seeded
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
-_TOLERANCE = 1e-3  # in float32, of the largest element
 _SETTINGS = (bool, int, float, str, type(None))
 # Numbers of such names say where a block is, unless its forward decides with them.
 _PLACES = ("layer", "idx", "index", "depth", "number")
@@ -53,19 +51,19 @@ def _is_place(name: str) -> bool:
     return any(word in name for word in _PLACES)
 
 
-def random_copy(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module with random values on the CPU, in evaluation mode."""
+def random_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Returns a copy of a module with random values of a type on the CPU."""
     known: dict[int, Any] = {}
     for parameter in module.parameters():
-        value = torch.empty(parameter.shape)
+        value = torch.empty(parameter.shape, dtype=dtype)
         reach = (3 / parameter.shape[-1]) ** 0.5 if parameter.dim() > 1 else 0.5
         value.uniform_(-reach, reach).add_(float(parameter.dim() < 2))
         known[id(parameter)] = nn.Parameter(value, requires_grad=False)
     for buffer in module.buffers():
-        kind = torch.float32 if buffer.is_floating_point() else buffer.dtype
-        value = torch.ones(buffer.shape, dtype=kind)  # the values on the meta device are unknown
-        known[id(buffer)] = value if buffer.is_meta else value.copy_(buffer)
-    copy = deepcopy(module, known).eval()
+        # The values on the meta device are unknown.
+        value = torch.ones(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer.cpu()
+        known[id(buffer)] = in_type(value, dtype).clone()
+    copy = deepcopy(module, known)
     for part in copy.modules():  # hooks of the module must not see the copy's calls
         for hooks in hooks_of(part):
             hooks.clear()
@@ -73,33 +71,8 @@ def random_copy(module: nn.Module) -> nn.Module:
 
 
 def shared_copy(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module that shares its parameters and buffers."""
-    known: dict[int, Any] = {id(t): t for t in [*module.parameters(), *module.buffers()]}
-    return deepcopy(module, known)
-
-
-@contextmanager
-def on_the_side() -> Iterator[None]:
-    """Returns a context manager with equal random numbers on all ranks; keeps outer states."""
-    with python_state_kept(), seeded(0, device=torch.device("cpu")), torch.no_grad():
-        seed_python(0)
-        yield
-
-
-def train_if_possible(copy: nn.Module, run: Callable[[], Tensor]) -> None:
-    """Sets a module to training mode, if it draws no random numbers then."""
-    for part in copy.train().modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    first, second = run(), run()
-    copy.train(torch.equal(first, second))
-
-
-def differ(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two results differ by more than the order of sums explains."""
-    if one.shape != other.shape:
-        return True
-    return not float((one - other).abs().max()) <= _TOLERANCE * float(other.abs().max())
+    """Returns a copy of a module that shares its parameters."""
+    return deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
 _SAME = ("key", "value", "k", "v", "memory")  # a second activation, as of a cross-attention
@@ -114,10 +87,11 @@ class TrialCall:
     others: Mapping[str, Any] = field(default_factory=dict)
     is_guess: bool = False  # the module may need other arguments
 
-    def run(self, module: nn.Module, x: Tensor) -> Tensor:
+    def run(self, module: nn.Module, x: Tensor, numbers: TrialNumbers) -> Tensor:
         """Calls a module's forward, without hooks, and returns its first tensor."""
-        others = map_tensors(Tensor.clone, dict(self.others))
-        returned = module.forward(x, **dict.fromkeys(self.activations, x), **others)
+        others = map_tensors(lambda t: in_type(t, x.dtype).clone(), dict(self.others))
+        with numbers:
+            returned = module.forward(x, **dict.fromkeys(self.activations, x), **others)
         found: Tensor = flatten(returned)[0][0]
         return found
 

@@ -17,15 +17,20 @@ from torch import Tensor, nn
 from lightning_dist.engine.tensor_parallel.layers.projection import input_size, is_projection
 from lightning_dist.engine.tensor_parallel.layers.sequence import SEQUENCE_DIM, change_activation
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensor_parallel.plan.proof import Finding
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles, opens_early
+from lightning_dist.engine.tensor_parallel.plan.trial_numbers import (
+    TYPES,
+    TrialNumbers,
+    differ,
+    on_the_side,
+    tolerance_of,
+)
 from lightning_dist.engine.tensor_parallel.plan.trial_run import (
     TrialCall,
-    differ,
     kind_of,
-    on_the_side,
     random_copy,
     shared_copy,
-    train_if_possible,
     trial_calls,
 )
 
@@ -62,38 +67,48 @@ def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp
 
 
 def _find_flaw(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
-    try:
-        copy = random_copy(block)
-        first = next(name for name, style in styles.items() if style is Style.COLWISE)
-        width = input_size(copy.get_submodule(first))
-        x = torch.randn(_BATCH, _LENGTH_PER_RANK * tp_size, width)
-        calls = list(trial_calls(copy, styles, x.shape[SEQUENCE_DIM]))
-    except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
-        return None
+    findings = (_prove(block, styles, tp_size, training=mode) for mode in (True, False))
+    return next((finding.flaw for finding in findings if finding.flaw is not None), None)
+
+
+def _prove(block: nn.Module, styles: Styles, tp_size: int, *, training: bool) -> Finding:
+    for dtype in TYPES:
+        try:
+            copy = random_copy(block, dtype).train(training)
+            first = next(name for name, style in styles.items() if style is Style.COLWISE)
+            width = input_size(copy.get_submodule(first))
+            x = torch.randn(_BATCH, _LENGTH_PER_RANK * tp_size, width, dtype=dtype)
+            calls = list(trial_calls(copy, styles, x.shape[SEQUENCE_DIM]))
+        except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
+            return Finding(False)
+        for call in calls:
+            finding = _try(copy, styles, call, x, tp_size)
+            if finding.is_proven:
+                return finding
+    return Finding(False)
+
+
+def _try(copy: nn.Module, styles: Styles, call: TrialCall, x: Tensor, tp_size: int) -> Finding:
     wrong = "computes something else with a part of it"
-    for call in calls:
-        try:
-            met, returned = _run_whole(copy, styles, call, x)
-        except Exception:  # noqa: BLE001  (as above)
-            continue
-        try:
-            joined = _run_parts(copy, styles, call, x, met, tp_size)
-        except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
-            if call.is_guess:
-                continue
-            return f"{wrong} ({error})"
-        return wrong if differ(joined, returned) else None
-    return None
+    try:
+        tolerance = tolerance_of(lambda numbers: call.run(shared_copy(copy), x, numbers), x.dtype)
+        met, returned = _run_whole(copy, styles, call, x)
+    except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
+        return Finding(False)
+    try:
+        joined = _run_parts(copy, styles, call, x, met, tp_size, tolerance)
+    except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
+        return Finding(False) if call.is_guess else Finding(True, f"{wrong} ({error})")
+    return Finding(True, wrong if differ(joined, returned, tolerance) else None)
 
 
 def _run_whole(
     copy: nn.Module, styles: Styles, call: TrialCall, x: Tensor
 ) -> tuple[dict[str, list[Tensor]], Tensor]:
     """Returns the inputs of each layer that gets the whole sequence, and the block's output."""
-    train_if_possible(copy, partial(call.run, copy, x))
     met: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
     whole = _with_changes(copy, {name: _note(given) for name, given in met.items()})
-    return met, call.run(whole, x)
+    return met, call.run(whole, x, TrialNumbers())
 
 
 def _run_parts(
@@ -103,16 +118,17 @@ def _run_parts(
     x: Tensor,
     met: Mapping[str, Sequence[Tensor]],
     tp_size: int,
+    tolerance: float,
 ) -> Tensor:
     parts = []
     for rank, own in enumerate(x.chunk(tp_size, SEQUENCE_DIM)):
-        give = partial(_give, tp_size=tp_size, rank=rank)
+        give = partial(_give, tp_size=tp_size, rank=rank, tolerance=tolerance)
         part = _with_changes(copy, {name: give(given) for name, given in met.items()})
         for name, style in styles.items():
             layer = part.get_submodule(name)
             if style.sums_up and is_projection(layer):  # returns a rank's shard of the sequence
                 layer.register_forward_hook(partial(_shard_output, tp_size=tp_size, rank=rank))
-        parts.append(call.run(part, own))
+        parts.append(call.run(part, own, TrialNumbers()))
     return torch.cat(parts, SEQUENCE_DIM)
 
 
@@ -146,12 +162,12 @@ def _note(met: list[Tensor]) -> _Change:
     return note
 
 
-def _give(met: Sequence[Tensor], tp_size: int, rank: int) -> _Change:
+def _give(met: Sequence[Tensor], tp_size: int, rank: int, tolerance: float) -> _Change:
     calls = iter(met)
 
     def give(x: Tensor) -> Tensor:
         whole = next(calls)
-        if differ(x, whole.chunk(tp_size, SEQUENCE_DIM)[rank]):
+        if differ(x, whole.chunk(tp_size, SEQUENCE_DIM)[rank], tolerance):
             raise ValueError("a sharded layer is given something else")
         return whole.clone()
 

@@ -1,0 +1,272 @@
+"""Proves on a copy of a module that its layers can be sharded.
+
+The copy has random weights. It is run once whole, and once for each rank with that rank's shards.
+At a layer that sums up, the ranks' partial outputs must add up to the whole output, which that
+layer then returns. There is no communication, and all ranks find the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dist.engine.tensor_parallel.layers.own_width import behind
+from lightning_dist.engine.tensor_parallel.layers.projection import (
+    cut_parts,
+    has_own_forward,
+    input_dim,
+    is_adapted,
+    is_projection,
+    output_dim,
+    project,
+)
+from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensor_parallel.plan.heads import (
+    check_heads,
+    explain_shapes,
+    keep_own_heads,
+)
+from lightning_dist.engine.tensor_parallel.plan.regions import Styles, attentions, head_widths
+from lightning_dist.engine.tensor_parallel.plan.trial_numbers import (
+    TYPES,
+    TrialNumbers,
+    differ,
+    tolerance_of,
+)
+from lightning_dist.engine.tensor_parallel.plan.trial_run import random_copy, shared_copy
+from lightning_dist.engine.tensors.module_tree import original_class
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the layers inside of a module are cut.
+
+    Attributes:
+        label: The module in words.
+        name: Name of the module; empty for the whole model.
+        styles: Styles by the layers' names inside of the module.
+        stacks: Numbers of stacked matrices by the same names.
+        tp_size: Number of ranks.
+    """
+
+    label: str
+    name: str
+    styles: Styles
+    stacks: Mapping[str, int]
+    tp_size: int
+
+
+class Trial(Protocol):
+    """A way to call a module."""
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether the module may need other arguments."""
+
+    def run(self, module: nn.Module, x: Tensor, numbers: TrialNumbers) -> Tensor:
+        """Calls a module's forward, without hooks, and returns its first tensor."""
+
+
+TrialsOf = Callable[[nn.Module, torch.dtype], Iterable[tuple[Tensor, Trial]]]
+"""Lists activations and ways to call a copy of a module with them, the likeliest first."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What trials of a module have shown.
+
+    Attributes:
+        is_proven: Whether the whole module could be run.
+        flaw: What is wrong with its parts; None if they add up.
+    """
+
+    is_proven: bool
+    flaw: str | None = None
+
+
+def prove(holder: nn.Module, sharding: Sharding, trials_of: TrialsOf, *, training: bool) -> Finding:
+    """Runs a copy of a module whole and in parts.
+
+    Args:
+        holder: The module, which is not changed; may be on the meta device.
+        sharding: How its layers are cut.
+        trials_of: Lists the trials; the first one that the whole module can run counts.
+        training: Whether the copy is in training mode.
+    """
+    for layer in sharding.styles:
+        if has_own_forward(holder.get_submodule(layer)):
+            own = f"{layer!r} of {sharding.label} has a forward of its own, which would be lost"
+            return Finding(True, own)
+    for dtype in TYPES:
+        try:
+            for parent in attentions(sharding.styles):
+                check_heads(parent, holder.get_submodule(parent), sharding.tp_size)
+            copy = random_copy(holder, dtype).train(training)
+            trials = list(trials_of(copy, dtype))
+        except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
+            return Finding(False)
+        for x, call in trials:
+            finding = _try(copy, sharding, x, call, dtype)
+            if finding.is_proven:
+                return finding
+    return Finding(False)
+
+
+def _try(
+    copy: nn.Module, sharding: Sharding, x: Tensor, call: Trial, dtype: torch.dtype
+) -> Finding:
+    inner: list[str] = []
+    run = partial(_Run, styles=sharding.styles, call=call, x=x, inner=inner)
+    try:
+        tolerance = tolerance_of(lambda numbers: call.run(shared_copy(copy), x, numbers), dtype)
+        whole = run(shared_copy(copy))
+    except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
+        return Finding(False)
+    try:
+        parts = [
+            run(_part(copy, sharding, rank), whole=whole.sums) for rank in range(sharding.tp_size)
+        ]
+    except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
+        if call.is_guess:
+            return Finding(False)
+        failed = inner[-1] if inner else ""
+        kind = original_class(copy.get_submodule(failed)).__name__
+        label = sharding.label
+        where = f"{failed!r}, a {kind} of {label}," if failed else f"{label}, a {kind},"
+        return Finding(True, f"{where} cannot compute with a part of its features: {error}")
+    return Finding(True, _flaw_of(sharding.label, whole, parts, tolerance))
+
+
+def _flaw_of(label: str, whole: _Run, parts: Sequence[_Run], tolerance: float) -> str | None:
+    if any(differ(part.returned, whole.returned, tolerance) for part in parts):
+        return f"{label} returns something else if its layers are cut"
+    for layer, met in whole.met.items():
+        if any([len(parts) * size for size in part.met[layer]] != met for part in parts):
+            return (
+                f"{layer!r} of {label} is 'local', for what meets each rank's own features, but"
+                " not all that it meets is cut; where it meets the same on all ranks, leave it out"
+                " of the plan"
+            )
+    for layer, wanted in whole.sums.items():
+        for call, sum_of_all in enumerate(wanted):
+            total = torch.stack([part.sums[layer][call] for part in parts]).sum(0)
+            if differ(total, sum_of_all, tolerance):
+                off, reach = float((total - sum_of_all).abs().max()), float(sum_of_all.abs().max())
+                return (
+                    f"what the ranks of {label} give to {layer!r} does not add up to what the whole"
+                    f" gives: it is off by {off:.2g}, with elements up to {reach:.2g}"
+                )
+    return None
+
+
+class _Run:
+    """One call of a module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        styles: Styles,
+        call: Trial,
+        x: Tensor,
+        inner: list[str],
+        whole: Mapping[str, Sequence[Tensor]] | None = None,
+    ) -> None:
+        names = [name for name, style in styles.items() if style.sums_up]
+        self.sums: dict[str, list[Tensor]] = {name: [] for name in names}
+        for name in names:
+            given = None if whole is None else whole[name]
+            _note_sums(_layer(module, name), self.sums[name], given)
+        local = [name for name, style in styles.items() if style is Style.LOCAL]
+        self.met: dict[str, list[int]] = {name: [] for name in local}
+        # On the whole and on the parts, for torch runs other code without hooks.
+        hooks = [
+            module.get_submodule(name).register_forward_pre_hook(
+                lambda _, given, sizes=sizes: sizes.append(given[0].numel())
+            )
+            for name, sizes in self.met.items()
+        ]
+        for name, part in module.named_modules():
+            hooks += _note_calls(part, name, inner) if name else ()
+        self.returned = call.run(module, x, TrialNumbers())
+        for hook in hooks:
+            hook.remove()
+
+
+def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | None) -> None:
+    base = _layer(layer, "base_layer") if is_adapted(layer) else layer
+    compute = partial(_without_bias, base)
+    if base is not layer:
+        base.forward = compute  # type: ignore[method-assign]
+        compute = partial(type(layer).forward, layer)
+
+    def forward(x: Tensor) -> Tensor:
+        sums.append(compute(x))
+        given = sums[-1] if whole is None else whole[len(sums) - 1]
+        return given.clone() if layer.bias is None else given + layer.bias
+
+    layer.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _part(copy: nn.Module, sharding: Sharding, rank: int) -> nn.Module:
+    """Returns one rank's part of a module, which shares the module's values."""
+    part = shared_copy(copy)
+    styles, tp_size = sharding.styles, sharding.tp_size
+    features = head_widths(part, styles)
+    for own_name, style in styles.items():
+        if not style.cuts_a_matrix:
+            continue
+        num_stacked = sharding.stacks.get(own_name, 1)
+        layer = _layer(part, own_name)
+        for cut in cut_parts(layer, by_output=not style.sums_up).values():
+            dim = input_dim(cut) if style.sums_up else output_dim(cut)
+            weight = _piece(cut.weight, dim, num_stacked, tp_size, rank)
+            if style.sums_up:
+                cut.weight = nn.Parameter(weight, requires_grad=False)
+                continue
+            bias = None if cut.bias is None else _piece(cut.bias, 0, num_stacked, tp_size, rank)
+            cut.forward = partial(_project, cut, weight, bias)  # type: ignore[method-assign]
+        if is_adapted(layer) and not style.sums_up:
+            whole = partial(type(layer).forward, layer)
+            layer.forward = _behind(whole)  # type: ignore[method-assign, assignment]
+    for parent, width in features.items():
+        keep_own_heads(part.get_submodule(parent), width, tp_size)
+        path = f"{sharding.name}.{parent}" if parent else sharding.name
+        explain_shapes(path, part.get_submodule(parent), tp_size)
+    return part
+
+
+def _note_calls(part: nn.Module, name: str, inner: list[str]) -> list[RemovableHandle]:
+    def end(*_: Any) -> None:
+        inner.pop()
+
+    begin = part.register_forward_pre_hook(lambda *_: inner.append(name))
+    return [begin, part.register_forward_hook(end)]
+
+
+def _behind(compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: compute(behind(x))
+
+
+def _without_bias(layer: nn.Linear, x: Tensor) -> Tensor:
+    return project(layer, x, layer.weight, None)
+
+
+def _project(layer: nn.Linear, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return project(layer, behind(x), weight, bias)
+
+
+def _piece(tensor: Tensor, dim: int, num_stacked: int, tp_size: int, rank: int) -> Tensor:
+    matrices: Tensor = tensor.unflatten(dim, (num_stacked, -1))
+    return matrices.chunk(tp_size, dim + 1)[rank].flatten(dim, dim + 1)
+
+
+def _layer(module: nn.Module, name: str) -> nn.Linear:
+    layer = module.get_submodule(name)
+    assert is_projection(layer)
+    return layer
