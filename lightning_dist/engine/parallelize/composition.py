@@ -44,6 +44,7 @@ from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, ch
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
+from lightning_dist.engine.tensor_parallel.plan.first_calls import FirstCalls
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.verify import check_parts
 from lightning_dist.engine.tensor_parallel.plan.vocabulary import check_head
@@ -368,15 +369,19 @@ def _shard_layers(
         check_parts(module, styles, mesh.size())
     if config.loss_parallel:
         check_head(module, styles, mesh.size())
+    is_kept = _keep_all if split is None else split.keeps
+    parts = mesh.size() if config.sequence_parallel else 1
+    first_calls = FirstCalls(module, styles, mesh.size(), parts=parts, is_kept=is_kept)
     tensor_parallel = TensorParallelModule(
         module,
         styles,
         mesh,
         sequence_parallel=config.sequence_parallel,
         loss_parallel=config.loss_parallel,
-        is_kept=_keep_all if split is None else split.keeps,
+        is_kept=is_kept,
         stage_of=(lambda _: None) if split is None else split.stage_of,
     )
+    first_calls.watch()
     return tensor_parallel, words
 
 

@@ -83,6 +83,27 @@ class Tied(Trained):
         return self.head(self.table((x.flatten(1) > 0).long()).mean(1))
 
 
+class Mixing(nn.Module):
+    """Computes with all hidden features, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, scale: float | None = None) -> Tensor:
+        hidden = self.fc1(x).relu()
+        return self.fc2(hidden if scale is None else scale * F.normalize(hidden, dim=-1))
+
+
+class Optional(Trained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.out = Mixing(), nn.Linear(WIDTH, ROWS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.net(x.flatten(1), scale=2.0))
+
+
 def frozen(module: L.LightningModule) -> L.LightningModule:
     module.fc1.requires_grad_(False)
     module.fc2.requires_grad_(False)
@@ -154,8 +175,17 @@ BEFORE: dict[str, Case] = {
 }
 
 IN_THE_FIRST_STEP: dict[str, Case] = {
-    # No plan is read wrongly here: torch itself refuses, on all ranks alike.
-    "what takes images": (CNN, PAIR, "running_mean should contain"),
+    "what takes images": (
+        CNN,
+        PAIR,
+        "Leave 'fc1', 'fc2' out of plan=, or write 'CNN' so that each hidden feature is computed by"
+        " itself: 'between', a BatchNorm1d of 'CNN', cannot compute with a part of its features",
+    ),
+    "an argument that mixes": (
+        Optional,
+        "auto",
+        "Leave 'net.fc1', 'net.fc2' out of plan=, or write 'net' so that each hidden feature is",
+    ),
     "a learned slope": (lambda: MLP(nn.PReLU()), PAIR, "Name 'between' 'local' in plan=, or leave"),
 }
 

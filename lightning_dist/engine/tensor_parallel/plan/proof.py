@@ -53,6 +53,7 @@ class Sharding:
         styles: Styles by the layers' names inside of the module.
         stacks: Numbers of stacked matrices by the same names.
         tp_size: Number of ranks.
+        region: Full names of the layers that open its regions, or sum up.
     """
 
     label: str
@@ -60,6 +61,7 @@ class Sharding:
     styles: Styles
     stacks: Mapping[str, int]
     tp_size: int
+    region: Sequence[str]
 
 
 class Trial(Protocol):

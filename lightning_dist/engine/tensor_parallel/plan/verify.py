@@ -65,7 +65,7 @@ def shardings(module: nn.Module, styles: Styles, tp_size: int) -> Iterator[Shard
         inner |= {_inside(name, n): Style.LOCAL for n in local.get(name, ())}
         inner |= {_inside(name, n): style for n, style in alone.items() if _is_in(n, name)}
         label = _label_of(name, module.get_submodule(name))
-        yield Sharding(label, name, inner, stacks, tp_size)
+        yield Sharding(label, name, inner, stacks, tp_size, layers)
 
 
 def is_too_large(module: nn.Module, sharding: Sharding) -> bool:
@@ -92,21 +92,25 @@ def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
     """Checks that sharded layers compute the whole result, as far as a copy can be run."""
     _check_ends(styles)
     _check_local(module, styles)
-    all_holders = holders(module, styles)
-    for name, flaw in find_mismatches(module, styles, tp_size).items():
-        layers = all_holders[name]
-        named = shorten([repr(layer) for layer in layers], 4)
-        each = "hidden feature is computed by itself"
-        if any(map(is_attention_projection, (layer.rpartition(".")[2] for layer in layers))):
-            each = (
-                "head is computed by itself (of a fused layer: all queries, then all keys, then all"
-                " values)"
+    flaws = find_mismatches(module, styles, tp_size)
+    for sharding in shardings(module, styles, tp_size):
+        if sharding.name in flaws:
+            raise ValueError(
+                f"{advice(sharding, flaws[sharding.name])} (A copy of it with random weights was"
+                f" run whole and as tp_size={tp_size} parts.)"
             )
-        raise ValueError(
-            f"Leave {named} out of plan=, or write {_label_of(name, module)} so that each {each}:"
-            f" {flaw}. (A copy of it with random weights was run whole and as tp_size={tp_size}"
-            " parts.)"
+
+
+def advice(sharding: Sharding, flaw: str) -> str:
+    """Returns what to do about a flaw, in words."""
+    each = "hidden feature is computed by itself"
+    if any(map(is_attention_projection, (layer.rpartition(".")[2] for layer in sharding.region))):
+        each = (
+            "head is computed by itself (of a fused layer: all queries, then all keys, then all"
+            " values)"
         )
+    named = shorten([repr(layer) for layer in sharding.region], 4)
+    return f"Leave {named} out of plan=, or write {sharding.label} so that each {each}: {flaw}."
 
 
 def local_in(styles: Styles, all_holders: Collection[str]) -> dict[str, list[str]]:
