@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @property
+    @cached_property
     def leaves(self) -> dict[str, Any]:
         """The arguments' leaves by their paths, in the order of a trace's inputs."""
         pairs, _ = pytree.tree_flatten_with_path(self.arguments)
@@ -57,6 +58,23 @@ class Call:
     def left_out(self) -> tuple[str, ...]:
         """The paths of the leaves that are None."""
         return tuple(name for name, leaf in self.leaves.items() if leaf is None)
+
+    @property
+    def small_sizes(self) -> tuple[tuple[str, int, int], ...]:
+        """The sizes of 0 and 1: the path of a tensor, the dim and the size."""
+        return tuple(
+            (name, dim, size)
+            for name, leaf in self.leaves.items()
+            if isinstance(leaf, Tensor)
+            for dim, size in enumerate(leaf.shape)
+            if size < 2
+        )
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of the present autocast on the device of the first tensor; None for none."""
+        device = next(t.device.type for t in self.leaves.values() if isinstance(t, Tensor))
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def resized(self, batch_size: int) -> Call:
         """Returns a call of another number of samples, its tensors without values."""

@@ -1,12 +1,12 @@
 """Makes a graph of a module's forward with torch.export, or explains why that is not possible.
 
 ``torch.export`` runs the forward with tensors without values and records the operations. Other code
-leaves no trace, and for Python loops or branches on sizes that is right. Four things would be lost
+leaves no trace, and for Python loops or branches on sizes that is right. Some things would be lost
 silently, and raise an error here: a ``torch.autograd.Function`` (its forward would be recorded and
 differentiated, without its own backward), an attribute that the forward assigns (a buffer, too, but
-for the outermost module's), a tensor whose ``data`` it sets, and a batch size that the forward has
-fixed. If the forward reads a value, torch raises an error; here the line of the user's code is
-added.
+for the outermost module's), a tensor whose ``data`` it sets, a branch on ``requires_grad``, and a
+batch size that the forward has fixed. If the forward reads a value, torch raises an error; here the
+line of the user's code is added.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from __future__ import annotations
 import inspect
 import io
 import logging
-import sys
-import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -35,10 +32,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_dist.engine.splitting.tracing.call import Call, CallCheck
+from lightning_dist.engine.splitting.tracing.users_code import (
+    is_called_by_user,
+    is_the_users,
+    place_of,
+)
 from lightning_dist.engine.tensors.rng import python_state
 
-_OWN = Path(__file__).parents[3]
-_NOT_THE_USERS = (Path(torch.__file__).parent, _OWN, Path(sysconfig.get_path("stdlib")))
 _CUSTOM_OP = (
     "Write it as a `torch.library.custom_op` with `register_autograd`, or build the model as an"
     " `nn.Sequential` and name it with `layers=`, which traces nothing."
@@ -49,12 +49,20 @@ _INSTEAD = (
 )
 
 
-def export(module: nn.Module, call: Call) -> ExportedProgram:
+def export(
+    module: nn.Module,
+    call: Call,
+    *,
+    has_grad: bool = True,
+    autocast: torch.dtype | None = None,
+) -> ExportedProgram:
     """Traces a module in the present training or evaluation mode of each part.
 
     Args:
         module: The module; its values are not used.
-        call: An example of at least two samples.
+        call: An example. Its sizes of 0 and 1 are constants of the graph.
+        has_grad: Whether calls compute gradients. Without, a block under `no_grad` leaves no trace.
+        autocast: The dtype of the autocast that calls run under; None for none.
 
     Raises:
         ValueError: The forward cannot be represented by a graph.
@@ -62,10 +70,11 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
     _refuse_open_keywords(module, call)
     shapes = pytree.tree_map(_open_dims, dict(call.arguments))
     before = python_state()
-    # With gradients in any case, so that a block under `no_grad` is visible in the graph.
     with (
         torch.inference_mode(False),
-        torch.enable_grad(),
+        torch.set_grad_enabled(has_grad),
+        # The operations are recorded without their casts; the forward sees the dtypes.
+        torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False),
         _nothing_lost(module),
         _quiet(),
         _unchecked_distributions(),
@@ -75,15 +84,22 @@ def export(module: nn.Module, call: Call) -> ExportedProgram:
                 module, call.args, call.kwargs, dynamic_shapes=shapes, strict=False
             )
         except _FunctionError as error:
-            place = _place(error.__traceback__)
+            place = place_of(error.__traceback__)
             raise ValueError(
                 f"The forward calls {error.args[0]}, a torch.autograd.Function{place}: a graph"
                 f" would lose its backward. {_CUSTOM_OP}"
             ) from None
         except _NewTensorError as error:
+            place = place_of(error.__traceback__)
             raise ValueError(
-                f"The forward sets {error.args[0]}{_place(error.__traceback__)}, which a graph does"
-                " not do. Write into it in place, under `torch.no_grad()`: `tensor.copy_(...)`."
+                f"The forward sets {error.args[0]}{place}, which a graph does not do. Write into it"
+                " in place, under `torch.no_grad()`: `tensor.copy_(...)`."
+            ) from None
+        except _RequiresGradError as error:
+            raise ValueError(
+                f"The forward asks for `requires_grad`{place_of(error.__traceback__)}, but a graph"
+                " is for whatever is frozen. Decide by `torch.is_grad_enabled()` or"
+                " `self.training`, or by an attribute that is set where weights are frozen."
             ) from None
         except Exception as error:
             raise ValueError(_explain(error)) from error
@@ -129,32 +145,32 @@ class _NewTensorError(Exception):
     """A parameter or buffer has got another tensor, and was not written into."""
 
 
-class _OwnData(TorchFunctionMode):
-    """Lets the user's code read and write the ``data`` of a tensor, but not set it.
+class _RequiresGradError(Exception):
+    """The forward has asked whether a tensor requires grad."""
 
-    A graph does not follow ``data``, as it does ``detach()``, which is the same memory.
+
+class _Attributes(TorchFunctionMode):
+    """Watches the attributes of tensors that the user's code reads and sets.
+
+    Code may read and write the ``data`` of a tensor, but not set it: a graph does not follow it, as
+    it does ``detach()``, which is the same memory. And a graph is for frozen weights, too, of which
+    no stage knows the other's.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _DATA and _is_called_by_user():
+        if func in _DATA and is_called_by_user():
             if func == _DATA[0]:
                 return args[0].detach()
             raise _NewTensorError("the data of a tensor")
+        if func == _REQUIRES_GRAD and is_called_by_user():
+            raise _RequiresGradError
         return func(*args, **(kwargs or {}))
 
 
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
-_BETWEEN = ("__torch_function__", "__setattr__", "register_buffer", "no_new_buffer")
-
-
-def _is_called_by_user() -> bool:
-    """Returns whether a line of the user's code led here, and none of torch's."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_name in _BETWEEN and frame.f_back is not None:
-        frame = frame.f_back
-    return _is_the_users(frame.f_code.co_filename)
 
 
 @contextmanager
@@ -163,7 +179,7 @@ def _no_new_buffers(root: nn.Module) -> Iterator[None]:
 
     def no_new_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
         is_new = value is not module._buffers.get(name)  # `+=` sets what it has written into
-        if is_new and module is not root and _is_called_by_user():
+        if is_new and module is not root and is_called_by_user():
             raise _NewTensorError(f"the buffer {name!r} of a {type(module).__name__}")
 
     hook = register_module_buffer_registration_hook(no_new_buffer)
@@ -184,7 +200,7 @@ def _nothing_lost(module: nn.Module) -> Iterator[None]:
         warnings.simplefilter("always")
         with (
             mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
-            _OwnData(),
+            _Attributes(),
             _no_new_buffers(module),
         ):
             yield
@@ -244,7 +260,7 @@ def _explain(error: Exception) -> str:
             "torch's transformers compare a mask with a causal one, unless they are told: pass"
             " `is_causal=` (to a decoder, `tgt_is_causal=`) beside the mask."
         )
-    place = _place(error.__traceback__)
+    place = place_of(error.__traceback__)
     return f"torch.export cannot trace the forward{place}. It says: {reason}. {advice}"
 
 
@@ -253,18 +269,11 @@ def _is_mask_compared(found: TracebackType | None) -> bool:
     return any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(found))
 
 
-def _place(found: TracebackType | None) -> str:
-    """Names the innermost line of the user's own code."""
-    for frame in reversed(traceback.extract_tb(found)):
-        if _is_the_users(frame.filename):
-            return f" at {frame.filename}:{frame.lineno}, `{frame.line}`"
-    return ""
-
-
 def _refuse_fixed_batch(program: ExportedProgram, call: Call) -> None:
     """Checks that a graph takes other batch sizes than the example's."""
+    if call.batch_size is None or call.batch_size < 2:
+        return
     check = check_of(program, call)
-    assert call.batch_size is not None
     errors = []
     for size in (call.batch_size + 1, 2 * call.batch_size):
         try:
@@ -287,14 +296,9 @@ def _fixed_at(program: ExportedProgram) -> str:
     shapes = getattr(getattr(values[0], "fake_mode", None), "shape_env", None)
     for frames in getattr(shapes, "specialization_stacks", {}).values():
         for frame in reversed(list(frames or [])):
-            if _is_the_users(frame.filename):
+            if is_the_users(frame.filename):
                 return f": see {frame.filename}:{frame.lineno}, `{frame.line}`"
     return ""
-
-
-def _is_the_users(filename: str) -> bool:
-    path = Path(filename)
-    return path.is_file() and not any(path.is_relative_to(home) for home in _NOT_THE_USERS)
 
 
 def _input_values(program: ExportedProgram) -> list[Any]:

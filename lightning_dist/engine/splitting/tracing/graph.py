@@ -18,11 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 # Checks of the example's dtype and device, which would fail under autocast or on a GPU.
 _DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)
+
+# Names that torch gives to tensors that the forward makes from Python numbers.
+_LIFTED = "lifted_tensor_"
 
 # These write running statistics, which their schemas do not declare.
 _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
@@ -50,6 +54,7 @@ class TraceGraph:
         inputs: Placeholders of the leaves of a call.
         names: Names of parameters and buffers by placeholder.
         constants: Other tensors by placeholder.
+        attributes: Names of the constants that are attributes of a part.
         parameters: Names of the parameters.
         body: The operations in their order, the output last.
         out_spec: Tree structure of the outputs.
@@ -59,6 +64,7 @@ class TraceGraph:
     inputs: tuple[fx.Node, ...]
     names: Mapping[fx.Node, str]
     constants: Mapping[fx.Node, Any]
+    attributes: Mapping[fx.Node, str]
     parameters: frozenset[str]
     body: tuple[fx.Node, ...]
     out_spec: Any
@@ -70,6 +76,16 @@ class TraceGraph:
     def held_by(self, node: fx.Node) -> list[str]:
         """Names the parameters and buffers that an operation of the body uses."""
         return [self.names[n] for n in node.all_input_nodes if n in self.names]
+
+    def written_names(self) -> set[str]:
+        """Names the buffers that the operations write to."""
+        memory = {m for node in self.body for m in written_by(node)}
+        return {name for node, name in self.names.items() if memory & memory_of(node)}
+
+    def written_attributes(self) -> list[str]:
+        """Names the attributes with plain tensors that the operations write to."""
+        memory = {m for node in self.body for m in written_by(node)}
+        return [name for node, name in self.attributes.items() if memory & memory_of(node)]
 
     def together(self) -> list[Together]:
         """Lists the operations that must stay in one layer."""
@@ -123,12 +139,15 @@ def graph_of(program: ExportedProgram, canonical: Mapping[str, str]) -> TraceGra
     parameters = {canonical[str(s.target)] for _, s in held if s.kind.name == "PARAMETER"}
     others = {"USER_INPUT", "PARAMETER", "BUFFER"}
     body = [n for n in program.graph.nodes if n.op in ("call_function", "output")]
-    constants = {n: program.constants[str(s.target)] for n, s in pairs if s.kind.name not in others}
+    others_at = {n: str(s.target) for n, s in pairs if s.kind.name not in others}
     return TraceGraph(
         root=program.graph_module,
         inputs=tuple(n for n, spec in pairs if spec.kind.name == "USER_INPUT"),
         names={n: canonical[str(spec.target)] for n, spec in held},
-        constants=constants,
+        constants={n: program.constants[name] for n, name in others_at.items()},
+        attributes={
+            n: t for n, t in others_at.items() if not t.rpartition(".")[2].startswith(_LIFTED)
+        },
         parameters=frozenset(parameters),
         body=tuple(n for n in body if n.target not in _DROPPED),
         out_spec=program.call_spec.out_spec,
@@ -248,15 +267,15 @@ def memory_of(node: fx.Node) -> set[int]:
 
 def written_by(node: fx.Node) -> set[int]:
     """Returns the ids of the storages that the operation of a graph's node writes to."""
+    if isinstance(node.target, HigherOrderOperator):
+        # A block, under `no_grad` or autocast say, is a graph within the graph.
+        inner = {m for argument in node.all_input_nodes for m in _written_inside(argument)}
+        return inner & {m for argument in node.all_input_nodes for m in memory_of(argument)}
     return {memory for argument in _written_arguments(node) for memory in memory_of(argument)}
 
 
 def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        # A block, under `no_grad` or autocast say, is a graph within the graph.
-        if any(_writes_inside(argument) for argument in node.all_input_nodes):
-            yield from node.all_input_nodes
-    elif isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, torch._ops.OpOverload):
         for position, parameter in enumerate(node.target._schema.arguments):
             is_written = parameter.alias_info is not None and parameter.alias_info.is_write
             if is_written or (node.target in _NORMS and parameter.name in _STATISTICS):
@@ -264,10 +283,10 @@ def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
                 yield from (a for a in pytree.tree_leaves(given[0]) if isinstance(a, fx.Node))
 
 
-def _writes_inside(node: fx.Node) -> bool:
+def _written_inside(node: fx.Node) -> set[int]:
     if node.op != "get_attr":
-        return False
+        return set()
     inner = getattr(node.graph.owning_module, str(node.target), None)
     if not isinstance(inner, fx.GraphModule):
-        return False
-    return any(any(True for _ in _written_arguments(n)) for n in inner.graph.nodes)
+        return set()
+    return {memory for inside in inner.graph.nodes for memory in written_by(inside)}

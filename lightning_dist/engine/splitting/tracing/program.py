@@ -1,26 +1,28 @@
 """The graphs of a traced module, cut into layers.
 
 Training and evaluation have different graphs: dropout and norms compute other things, and so may
-the user's branches on ``self.training``. The graph in training decides where the layers begin. The
-graph for any other mode, of the whole module or of single parts (frozen norms, say), is traced when
-it is first needed, on a kept structure without values. It is cut by the parameters of the layers.
-All ranks do so alike, for each has all parts of the module, if not all tensors. Attributes that the
-forward reads, such as the rate of a dropout, are constants of a graph, so graphs are keyed by them.
-So is which arguments are None: a prediction has no targets.
+the user's branches on ``self.training``. The graph in training decides where the layers begin. Any
+other graph is traced when it is first needed, on a kept structure without values. It is cut by the
+parameters of the layers. All ranks do so alike, for each has all parts of the module, if not all
+tensors.
+
+A graph is for one form of calls: which arguments are None (a prediction has no targets), which
+sizes are 0 or 1, for there torch takes sizes for constants, and the autocast. And it is for what
+the forward has read while it was traced: modes of parts (frozen norms, say), the rate of a dropout,
+a value of a configuration. :mod:`.tracing.reads` compares it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.splitting.tracing.call import Call, CallCheck, bind, example_of
 from lightning_dist.engine.splitting.tracing.export import check_of, export
 from lightning_dist.engine.splitting.tracing.graph import (
@@ -32,22 +34,68 @@ from lightning_dist.engine.splitting.tracing.graph import (
     parts_of,
     titles_of,
 )
+from lightning_dist.engine.splitting.tracing.reads import (
+    Held,
+    Parts,
+    Place,
+    changed_places,
+    differing,
+    name_of,
+    noted_grad_mode,
+    noted_reads,
+    parts_of_module,
+)
 from lightning_dist.engine.splitting.tracing.segment import Segment, cut_graph
+from lightning_dist.engine.splitting.tracing.structure import Structure
 from lightning_dist.engine.tensors.patch import hooks_of
 
 _TRACED_ON = torch.device("cpu")
 _MAX_GRAPHS = 8  # enough unless a number changes at each step
-_BUILT_IN = frozenset({bool, int, float, str, type(None)})
 
-Mode = tuple[tuple[Any, ...], ...]
-"""Names and values of each part's attributes, in the order of ``modules()``."""
 
-Form = tuple[str, ...]
-"""The arguments of a call that are None."""
+class Form(NamedTuple):
+    """What graphs differ by that a call decides.
+
+    Attributes:
+        left_out: The arguments that are None.
+        small_sizes: The sizes of 0 and 1 of the tensors.
+        autocast: The dtype of the autocast; None for none.
+    """
+
+    left_out: tuple[str, ...]
+    small_sizes: tuple[tuple[str, int, int], ...]
+    autocast: torch.dtype | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Trace:
+    """A graph and the calls that it is for.
+
+    Attributes:
+        form: The form of the calls.
+        has_grad: The grad mode, if the forward has asked for it.
+        values: What the forward has read.
+        check: Compares calls with the traced one.
+        graph: The graph.
+    """
+
+    form: Form
+    has_grad: bool | None
+    values: Mapping[Place, Held]
+    check: CallCheck
+    graph: TraceGraph
+
+    def fits(self, form: Form, parts: Parts) -> bool:
+        """Returns whether the graph is for calls of a form, at present."""
+        return (
+            form == self.form
+            and self.has_grad in (None, torch.is_grad_enabled())
+            and not any(True for _ in differing(self.values, parts))
+        )
 
 
 class TraceProgram:
-    """The graphs of a module, by mode.
+    """The graphs of a module.
 
     Args:
         module: The whole module, with its tensors on any device.
@@ -66,93 +114,146 @@ class TraceProgram:
         kwargs: Mapping[str, Any],
         casts: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        _refuse_hooks(module)
+        parts = parts_of_module(module)
+        _refuse_hooks(parts)
         self.casts = casts
         self._module = module
-        self._skeleton = skeleton_of(module)
-        for hooks in hooks_of(self._skeleton):  # they run around the sequence, as around any other
-            hooks.clear()
+        self._structure = Structure(module)
         self.signature = inspect.signature(module.forward)
-        first = bind(self.signature, args, kwargs)
-        self._form = first.left_out
-        self._examples: dict[Form, Call] = {self._form: self._example_of(first)}
+        example = _without_graph(example_of(self.signature, bind(self.signature, args, kwargs)))
+        self._form = Form(example.left_out, example.small_sizes, None)
+        self._examples = {self._form: example}
         self.canonical = _first_names(module)
-        self._graphs: dict[tuple[Mode, Form], tuple[CallCheck, list[Segment]]] = {}
-        in_training = mode_of(self._skeleton.train()), self._form
-        program = self._trace(*in_training)
-        self._find_layers(graph_of(program, self.canonical))
-        self._add(in_training, program)
-        self._current = mode_of(module), self._form
-        for mode in (self._current[0], mode_of(self._skeleton.eval())):
-            self._segments_in((mode, self._form))
-        homes, graphs = self._homes.items(), self._graphs.values()
-        self._names = [
-            frozenset(name for name, home in homes if home == index).union(
-                *(segments[index].names for _, segments in graphs)
-            )
-            for index in range(len(self.titles))
-        ]
+        self._segments: dict[_Trace, list[Segment]] = {}  # the first is the one not used longest
+        self._structure.module.train()
+        in_training = in_evaluation = self._trace(self._form, has_grad=True)
+        self._structure.module.eval()
+        if any(True for _ in differing(in_training.values, self._structure.parts)):
+            in_evaluation = self._trace(self._form, has_grad=True)
+        self._find_layers(in_training, in_evaluation)
+        with torch.enable_grad():
+            self._current = self._trace_for(self._form, parts)
 
     def __deepcopy__(self, memo: object) -> TraceProgram:
         """Returns itself: a copy of a layer, for its shapes, needs no other graphs."""
         return self
 
-    def _find_layers(self, graph: TraceGraph) -> None:
+    def _find_layers(self, in_training: _Trace, in_evaluation: _Trace) -> None:
         """Decides on the layers, by the graph in training."""
-        anchors = find_anchors(graph, self._skeleton)
-        starts, self.uncut = find_starts(graph, self._skeleton, anchors)
-        self.titles = titles_of(graph, starts)
-        self._homes = {
-            name: index
-            for index, nodes in enumerate(parts_of(graph, starts))
-            for node in nodes
-            for name in graph.held_by(node)
-            if name in anchors
-        }
-        # A parameter that is not used gets no gradient, so its layer does not matter.
-        for name, _ in self._skeleton.named_parameters():
-            self._homes.setdefault(name, len(starts) - 1)
+        graph, structure = in_training.graph, self._structure.module
+        anchors = find_anchors(graph, structure)
+        starts, self.uncut = find_starts(graph, structure, anchors)
+        while True:
+            self._homes = {
+                name: index
+                for index, nodes in enumerate(parts_of(graph, starts))
+                for node in nodes
+                for name in graph.held_by(node)
+                if name in anchors
+            }
+            # A parameter that is not used gets no gradient, so its layer does not matter.
+            for name, _ in structure.named_parameters():
+                self._homes.setdefault(name, len(starts) - 1)
+            self.titles = titles_of(graph, starts)
+            self._segments = {
+                trace: self._cut(trace) for trace in dict.fromkeys((in_training, in_evaluation))
+            }
+            apart = self._find_written_apart()
+            if apart is None:
+                break
+            name, first, last = apart
+            self.uncut.append(
+                f"the buffer {name!r} is written to in place, and used elsewhere in another mode"
+            )
+            del starts[first + 1 : last + 1]
+        homes, all_segments = self._homes.items(), self._segments.values()
+        self._names = [
+            frozenset(name for name, home in homes if home == index).union(
+                *(segments[index].names for segments in all_segments)
+            )
+            for index in range(len(self.titles))
+        ]
 
-    def _example_of(self, call: Call) -> Call:
-        given = example_of(self.signature, call)
-        args, kwargs = pytree.tree_map(
-            lambda leaf: leaf.detach().to(_TRACED_ON) if isinstance(leaf, Tensor) else leaf,
-            (given.args, given.kwargs),
-        )
-        return bind(self.signature, args, kwargs)
+    def _cut(self, trace: _Trace) -> list[Segment]:
+        starts = assign_starts(trace.graph, self._homes, len(self.titles))
+        return cut_graph(trace.graph, starts, _TRACED_ON)
 
-    def _trace(self, mode: Mode, form: Form) -> ExportedProgram:
-        structure = skeleton_of(self._skeleton).to_empty(device=_TRACED_ON)
-        set_mode(structure, mode)
+    def _find_written_apart(self) -> tuple[str, int, int] | None:
+        """Returns a buffer that several layers use, and some graph writes: name and layers."""
+        users: dict[str, set[int]] = {}
+        for segments in self._segments.values():
+            for index, segment in enumerate(segments):
+                for name in segment.names:
+                    users.setdefault(name, set()).add(index)
+        written = set[str]().union(*(trace.graph.written_names() for trace in self._segments))
+        apart = [name for name, layers in users.items() if name in written and len(layers) > 1]
+        return (apart[0], min(users[apart[0]]), max(users[apart[0]])) if apart else None
+
+    def _trace(self, form: Form, *, has_grad: bool) -> _Trace:
+        """Traces the structure as it is."""
+        structure = self._structure.made_on(_TRACED_ON)
         if self.casts is not None:
             self.casts(structure)
-        changed: set[str] = set()
+        own, copied = self._structure.parts, parts_of_module(structure)
+        changed: set[Place] = set()
         # In the trace, for torch puts back what it finds changed behind it.
-        structure.register_forward_hook(
-            lambda *_: changed.update(changed_attributes(structure, mode))
-        )
-        program = export(structure, self._examples[form])
+        structure.register_forward_hook(lambda *_: changed.update(changed_places(own, copied)))
+        example = self._examples[form]
+        with noted_reads(structure) as reads, noted_grad_mode() as answers:
+            program = export(structure, example, has_grad=has_grad, autocast=form.autocast)
         if changed:
             raise ValueError(
-                f"The forward assigns {sorted(changed)}, which a graph does not do. Assign such"
-                " values in the steps or hooks of the LightningModule."
+                f"The forward assigns {sorted(map(name_of, changed))}, which a graph does not do."
+                " Assign such values in the steps or hooks of the LightningModule."
             )
-        return program
-
-    def _segments_in(self, key: tuple[Mode, Form]) -> tuple[CallCheck, list[Segment]]:
-        if key in self._graphs:
-            self._graphs[key] = self._graphs.pop(key)  # the first is the one not used for longest
-        else:
-            while len(self._graphs) >= _MAX_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
-            self._add(key, self._trace(*key))
-        return self._graphs[key]
-
-    def _add(self, key: tuple[Mode, Form], program: ExportedProgram) -> None:
         graph = graph_of(program, self.canonical)
-        starts = assign_starts(graph, self._homes, len(self.titles))
-        segments = cut_graph(graph, starts, _TRACED_ON)
-        self._graphs[key] = check_of(program, self._examples[key[1]]), segments
+        if graph.written_attributes():
+            raise ValueError(
+                f"The forward writes into {graph.written_attributes()}, which a graph does not do:"
+                " register them as buffers, by `register_buffer`."
+            )
+        return _Trace(
+            form=form,
+            has_grad=has_grad if answers else None,
+            values=self._structure.values_at(reads),
+            check=check_of(program, example),
+            graph=graph,
+        )
+
+    def _trace_for(self, form: Form, parts: Parts) -> _Trace:
+        """Returns the graph for calls of a form, with what the module's parts have at present."""
+        for trace in [*self._segments][::-1]:
+            if trace.fits(form, parts):
+                self._segments[trace] = self._segments.pop(trace)
+                return trace
+        known = {place for trace in self._segments for place in trace.values}
+        has_grad = torch.is_grad_enabled()
+        with torch.inference_mode(False):
+            stale = [*differing(self._structure.values_at(known), parts)]
+            while True:
+                self._structure.follow(stale, parts)
+                trace = self._trace(form, has_grad=has_grad)
+                stale = [*differing(trace.values, parts)]
+                if not stale:
+                    break
+        while len(self._segments) >= _MAX_GRAPHS:
+            del self._segments[next(iter(self._segments))]
+        self._segments[trace] = segments = self._cut(trace)
+        self._refuse_far_buffers(trace, segments)
+        return trace
+
+    def _refuse_far_buffers(self, trace: _Trace, segments: Sequence[Segment]) -> None:
+        """Checks that a later graph needs no buffer of another layer, which may be far away."""
+        written = trace.graph.written_names()
+        for index, segment in enumerate(segments):
+            for name in segment.names:
+                holders = {i for i, names in enumerate(self._names) if name in names}
+                if (holders and index not in holders) or (name in written and holders != {index}):
+                    raise ValueError(
+                        f"The forward uses the buffer {name!r} in another layer than in its first"
+                        " traces, in training and evaluation, but the buffer is where these use it."
+                        " Let it use its buffers alike, whatever the sizes and attributes are."
+                    )
 
     def names_of_layer(self, index: int) -> frozenset[str]:
         """Names a layer's parameters, and the buffers that it uses in training or evaluation."""
@@ -165,30 +266,42 @@ class TraceProgram:
             The leaves of the call, which the first layer takes.
 
         Raises:
-            ValueError: The graph is not made for this call, or a part has got a hook.
+            ValueError: No graph can be made for this call, or a part has got a hook.
         """
-        _refuse_hooks(self._module)  # of a callback, say
+        parts = parts_of_module(self._module)
+        _refuse_hooks(parts)  # of a callback, say
+        self._structure.check(parts)
         call = bind(self.signature, args, kwargs)
+        form = Form(call.left_out, call.small_sizes, call.autocast)
         # Without a graph to differentiate, a step may leave arguments out: the targets, say.
-        form = self._form if torch.is_grad_enabled() else call.left_out
+        if torch.is_grad_enabled() and form.left_out != self._form.left_out:
+            form = self._form
         if form not in self._examples:
-            self._examples[form] = self._example_of(call)
-        self._current = mode_of(self._module), form
-        check, _ = self._segments_in(self._current)
-        return check.check(call)
+            self._examples[form] = _without_graph(call)
+        self._current = self._trace_for(form, parts)
+        return self._current.check.check(call)
 
     def run(self, index: int, values: Any, parameters: Mapping[str, Tensor]) -> Any:
-        """Runs a layer in the mode of the latest call."""
-        segment = self._graphs[self._current][1][index]
+        """Runs a layer by the graph of the latest call."""
+        segment = self._segments[self._current][index]
         buffers = {
             name: self._module.get_buffer(name) for name in segment.names if name not in parameters
         }
         return segment.run(values, {**parameters, **buffers})
 
 
-def _refuse_hooks(module: nn.Module) -> None:
+def _without_graph(call: Call) -> Call:
+    """Returns a call of the same values, as an example for a trace."""
+    arguments, args, kwargs = pytree.tree_map(
+        lambda leaf: leaf.detach().to(_TRACED_ON) if isinstance(leaf, Tensor) else leaf,
+        (dict(call.arguments), call.args, call.kwargs),
+    )
+    return Call(arguments, args, kwargs)
+
+
+def _refuse_hooks(parts: Parts) -> None:
     """Checks that no part has forward hooks, which a graph does not run."""
-    names = [name for name, part in module.named_modules() if name and any(hooks_of(part))]
+    names = [name for name, part in parts.items() if name and any(hooks_of(part))]
     if names:
         raise ValueError(
             f"{names} have forward hooks, which a graph does not call. Return what they collect"
@@ -203,40 +316,3 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     parameters = module.named_parameters(remove_duplicate=False)
     tensors = [*parameters, *module.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
-
-
-def mode_of(module: nn.Module) -> Mode:
-    """Returns the public numbers, strings and flags of a module's parts."""
-    return tuple(_public(part) for part in module.modules())
-
-
-def set_mode(module: nn.Module, mode: Mode) -> None:
-    """Sets the mode of a copy's parts to that of the original module."""
-    for part, attributes in zip(module.modules(), mode, strict=True):
-        for name in _public(part)[::2]:
-            del part.__dict__[name]
-        part.__dict__.update(_pairs(attributes))
-
-
-def changed_attributes(module: nn.Module, mode: Mode) -> list[str]:
-    """Names a module's attributes that differ from an earlier mode."""
-    pairs = zip(module.named_modules(), mode, strict=True)
-    return [
-        f"{path}.{name}" if path else name
-        for (path, part), attributes in pairs
-        for name, _ in {*_pairs(_public(part))} ^ {*_pairs(attributes)}
-    ]
-
-
-def _public(part: nn.Module) -> tuple[Any, ...]:
-    """Returns names and values in one flat tuple, for speed: it runs at each call."""
-    return tuple(
-        entry
-        for item in part.__dict__.items()
-        if type(item[1]) in _BUILT_IN and item[0][0] != "_"
-        for entry in item
-    )
-
-
-def _pairs(attributes: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    return zip(attributes[::2], attributes[1::2], strict=True)

@@ -70,6 +70,38 @@ class Counts(Two):
         return super().forward(x)
 
 
+class CountsPrivately(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        self._count = getattr(self, "_count", 0) + 1
+        return super().forward(x) * self._count
+
+
+class Appends(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        return super().forward(x) * len(self.seen)
+
+
+class WritesPlainTensor(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.total.view(2, 2).mul_(2)
+        return super().forward(x) + self.total
+
+
+class AsksRequiresGrad(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.first.weight.requires_grad else self.second(x)
+
+
 class Mean(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -139,6 +171,14 @@ class Hooked(Two):
         (Reentrant, "calls CheckpointFunction", "checkpoint(self.first"),
         (Keeps, r"assigns self\.last.*Return it", ""),
         (Counts, r"assigns \['count'\].*steps or hooks", ""),
+        (CountsPrivately, r"assigns \['_count'\].*steps or hooks", ""),
+        (Appends, r"assigns \['seen'\].*steps or hooks", ""),
+        (WritesPlainTensor, r"writes into \['total'\].*`register_buffer`", ""),
+        (
+            AsksRequiresGrad,
+            r"asks for `requires_grad`.*is_grad_enabled",
+            "if self.first.weight.req",
+        ),
         (
             partial(Between, SetsBuffer),
             r"sets the buffer 'mean' of a SetsBuffer.*copy_",
@@ -188,6 +228,16 @@ class CountsInBuffer(Two):
         return self.second(hidden) - self.mean
 
 
+class WritesInOtherMode(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.training:
+            with torch.no_grad():
+                self.mean.add_(hidden.mean(0))
+        result = self.second(hidden)
+        return result if self.training else result - self.mean
+
+
 class WritesInput(Two):
     def forward(self, x: Tensor) -> Tensor:
         result = self.first(x)
@@ -200,6 +250,7 @@ class WritesInput(Two):
         (Tied, r"the parameter 'first.weight' is used more than once"),
         (WritesLate, r"written to in place at .*:\d+, `hidden.view\(-1\).mul_\(2\)`"),
         (CountsInBuffer, r"'mean' is written to in place"),
+        (WritesInOtherMode, r"'mean' is written to in place, and used elsewhere in another mode"),
         (WritesInput, r"written to in place at .*`return self.second\(result\) \+ x.mul_\(2\)`"),
     ],
 )
@@ -209,6 +260,39 @@ def test_is_not_cut_where_that_would_change_something(class_: type[nn.Module], r
     (found,) = program.uncut
     with pytest.raises(ValueError, match=reason):
         raise ValueError(found)
+
+
+class ReadsBesideABlock(Two):
+    """Reads a buffer in a block that writes another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rate", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.mean.add_(hidden.mean(0) * self.rate)
+        return self.second(hidden) * self.rate
+
+
+def test_a_block_writes_only_what_its_operations_write() -> None:
+    program = TracedSequence(ReadsBesideABlock(), (torch.ones(3, 4),), {}).program
+    assert (program.titles, program.uncut) == (["first", "second"], [])
+
+
+def test_a_buffer_that_another_layer_uses_at_another_size() -> None:
+    class Late(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            if x.shape[0] == 1:
+                return self.second(hidden) - self.mean
+            return self.second(hidden - self.mean)
+
+    module = Late()
+    TracedSequence(module, (torch.rand(3, 4),), {})
+    with pytest.raises(ValueError, match="uses the buffer 'mean' in another layer"):
+        module(torch.rand(1, 4))
 
 
 class Sized(Two):

@@ -1,0 +1,205 @@
+"""What a forward reads of its module while it is traced, besides parameters and buffers.
+
+Whatever a forward reads of an attribute is a constant of its graph: a rate, a flag, a list, a value
+of a configuration. So the reads are noted, and a graph is for modules that have the same values at
+the same places. No other attribute matters, such as a count that a step goes on with.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.splitting.tracing.users_code import is_called_by_user, is_the_users
+
+Place: TypeAlias = tuple[str, str]
+"""The path of a part in its module, and the name of an attribute."""
+
+Parts: TypeAlias = Mapping[str, nn.Module]
+"""The parts of a module by their paths, the module itself included."""
+
+Held: TypeAlias = tuple[Any, ...]
+"""The value of an attribute; empty where there is none."""
+
+# What nn.Module keeps for itself. Methods with public names are no values of a user's, either, but
+# users give attributes such names: `half`, `type`.
+_OF_TORCH = frozenset({"forward", *(name for name in dir(nn.Module()) if name[0] == "_")})
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_BY_VALUE = (bool, int, float, complex, str, bytes)
+_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, property)
+
+
+def parts_of_module(module: nn.Module) -> dict[str, nn.Module]:
+    """Returns the parts of a module by their paths."""
+    return dict(module.named_modules())
+
+
+def name_of(place: Place) -> str:
+    """Returns the dotted name of a place."""
+    return ".".join(filter(None, place))
+
+
+def held_at(parts: Parts, place: Place) -> Held:
+    """Returns the value of an attribute, of the object or else of its class."""
+    part, name = parts[place[0]], place[1]
+    own = vars(part)
+    if name in own:
+        return (own[name],)
+    return (getattr(type(part), name),) if hasattr(type(part), name) else ()
+
+
+@contextmanager
+def noted_reads(module: nn.Module) -> Iterator[set[Place]]:
+    """Returns a context manager that notes the places that a module's forward reads.
+
+    Yields:
+        The places, complete at the end.
+    """
+    owners = {id(vars(part)): (path, vars(part)) for path, part in module.named_modules()}
+    places: set[Place] = set()
+    files: dict[str, bool] = {}
+
+    def note(part: nn.Module, name: str, file: str) -> None:
+        # Not by the part: torch traces an object of a derived class with the same dict.
+        path, own = owners.get(id(object.__getattribute__(part, "__dict__")), ("", None))
+        if own is None:
+            return
+        if name == "__dict__":
+            if file not in files:
+                files[file] = is_the_users(file)
+            if files[file]:
+                places.update((path, name) for name in own.keys() - _OF_TORCH)
+        elif name not in _OF_TORCH and not any(name in own[held] for held in _REGISTERED):
+            places.add((path, name))
+
+    def getattribute(part: nn.Module, name: str) -> Any:
+        if not torch.compiler.is_dynamo_compiling():  # which asks again
+            note(part, name, sys._getframe(1).f_code.co_filename)
+        return super(nn.Module, part).__getattribute__(name)
+
+    with ExitStack() as noting:
+
+        def begin(*_: Any) -> None:
+            noting.enter_context(mock.patch.object(nn.Module, "__getattribute__", getattribute))
+
+        def end(*_: Any) -> None:
+            noting.close()
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end, always_call=True)
+        yield places
+
+
+@contextmanager
+def noted_grad_mode() -> Iterator[list[bool]]:
+    """Returns a context manager that notes whether the user's code asks for the grad mode.
+
+    Yields:
+        The answers that it has got.
+    """
+    ask, answers = torch.is_grad_enabled, list[bool]()
+
+    def is_grad_enabled() -> bool:
+        answer = ask()
+        if not torch.compiler.is_dynamo_compiling() and is_called_by_user():
+            answers.append(answer)
+        return answer
+
+    with mock.patch.object(torch, "is_grad_enabled", is_grad_enabled):
+        yield answers
+
+
+def changed_places(before: Parts, after: Parts) -> set[Place]:
+    """Returns the places of attributes that a forward has assigned, or written into.
+
+    Torch itself sees to tensors.
+    """
+    return {
+        (path, name)
+        for path, part in before.items()
+        for name in (vars(part).keys() | vars(after[path]).keys()) - _OF_TORCH
+        if not alike(held_at(before, (path, name)), held_at(after, (path, name)), tensors=False)
+    }
+
+
+def differing(values: Mapping[Place, Held], parts: Parts) -> Iterator[Place]:
+    """Yields the places at which parts have other values than those given."""
+    for place, held in values.items():
+        now = held_at(parts, place)
+        if held and now and held[0] is now[0]:  # mostly, and this runs at each call
+            continue
+        if len(held) != len(now) or not all(map(alike, held, now)):
+            yield place
+
+
+def alike(kept: Any, now: Any, *, tensors: bool = True) -> bool:
+    """Compares a value with one that was copied from it, or from an earlier state of it.
+
+    Objects of any class are compared as they are copied, by their state. Parameters, buffers and
+    modules are alike: a graph gets the ones, and the others' attributes are compared by themselves.
+
+    Args:
+        kept: The copy, its parameters and buffers on the meta device.
+        now: The value.
+        tensors: Whether to compare the values of tensors.
+    """
+    compared: dict[tuple[int, int], Any] = {}  # objects may refer to each other
+
+    def same(a: Any, b: Any) -> bool:
+        if a is b:
+            return True
+        if isinstance(a, Tensor):  # a parameter, which the rank may not have, or a plain one
+            return a.is_meta or (isinstance(b, Tensor) and (not tensors or _equal(a, b)))
+        if isinstance(a, torch.device):  # graphs follow their tensors
+            return isinstance(b, torch.device)
+        if type(a) is not type(b):
+            return isinstance(a, nn.Module) and isinstance(b, nn.Module)
+        if isinstance(a, nn.Module):
+            return True
+        if isinstance(a, _BY_VALUE):
+            return bool(a == b or (a != a and b != b))
+        if isinstance(a, _BY_IDENTITY):
+            return False
+        if isinstance(a, list | tuple) and type(a) in (list, tuple):
+            return len(a) == len(b) and all(map(same, a, b))
+        if type(a) is dict:
+            return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+        if isinstance(a, Collection) and type(a) in (set, frozenset):
+            return bool(a == b)
+        if (id(a), id(b)) in compared:
+            return True
+        compared[id(a), id(b)] = a, b
+        return same(_state(a), _state(b))
+
+    return same(kept, now)
+
+
+def _state(value: Any) -> Any:
+    """Returns what `copy.deepcopy` makes a copy from; of what it cannot copy nothing is known."""
+    reduce = copyreg.dispatch_table.get(type(value))
+    try:
+        state = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    except Exception:
+        return None
+    if isinstance(state, str):
+        return state
+    made, *rest = state
+    return [made, *(list(part) if isinstance(part, Iterator) else part for part in rest)]
+
+
+@torch.no_grad()
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_meta or b.is_meta:
+        return True
+    b = b.to(a.device)
+    return bool(((a == b) | ((a != a) & (b != b))).all())
