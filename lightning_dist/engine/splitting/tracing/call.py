@@ -74,7 +74,8 @@ class Call:
     def autocast(self) -> torch.dtype | None:
         """The dtype of the present autocast on the device of the first tensor; None for none."""
         device = next(t.device.type for t in self.leaves.values() if isinstance(t, Tensor))
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        return torch.get_autocast_dtype(device) if is_on else None
 
     def resized(self, batch_size: int) -> Call:
         """Returns a call of another number of samples, its tensors without values."""

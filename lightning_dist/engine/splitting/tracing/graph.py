@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 # Checks of the example's dtype and device, which would fail under autocast or on a GPU.
-_DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)
+DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)
 
 # Names that torch gives to tensors that the forward makes from Python numbers.
 _LIFTED = "lifted_tensor_"
@@ -149,7 +149,7 @@ def graph_of(program: ExportedProgram, canonical: Mapping[str, str]) -> TraceGra
             n: t for n, t in others_at.items() if not t.rpartition(".")[2].startswith(_LIFTED)
         },
         parameters=frozenset(parameters),
-        body=tuple(n for n in body if n.target not in _DROPPED),
+        body=tuple(n for n in body if n.target not in DROPPED),
         out_spec=program.call_spec.out_spec,
     )
 

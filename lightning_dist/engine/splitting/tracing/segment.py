@@ -7,15 +7,19 @@ stages, and its gradient comes back the same way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from lightning_dist.engine.splitting.tracing.graph import TraceGraph, parts_of
+from lightning_dist.engine.splitting.tracing.graph import DROPPED, TraceGraph, parts_of
+
+# Blocks that the forward runs under another grad mode or autocast: graphs within the graph.
+_AUTOCAST = "wrap_with_autocast"
+_BLOCKS = ("wrap_with_set_grad_enabled", _AUTOCAST)
 
 
 @dataclass(frozen=True)
@@ -99,26 +103,85 @@ def _compile(
     device: torch.device,
 ) -> fx.GraphModule:
     """Creates a module that takes values and a device, and runs the operations of a layer."""
-    code = fx.Graph()
-    copies = {node: code.placeholder(node.name) for node in taken}
-    here = code.placeholder("device")
-    root: dict[str, Any] = {}
+    code = _Code(graph.root, graph.constants, device)
+    for node in taken:
+        code.take(node)
+    return code.compile(operations, returned)
 
-    def copy_of(node: fx.Node) -> fx.Node:
-        if node not in copies:
-            is_block = node.op == "get_attr"
-            name = str(node.target) if is_block else node.name
-            root[name] = getattr(graph.root, name) if is_block else graph.constants[node]
-            copies[node] = code.get_attr(name)
-        return copies[node]
 
-    def moved(leaf: Any) -> Any:
-        return here if leaf == device and isinstance(leaf, torch.device) else leaf
+class _Code:
+    """Operations that run on any device.
 
-    for node in operations:
-        copy = code.node_copy(node, copy_of)
-        copy.args, copy.kwargs = pytree.tree_map(moved, (copy.args, copy.kwargs))
+    Args:
+        origin: Module with the blocks that the operations call.
+        constants: Tensors by placeholder.
+        device: Device of the trace.
+    """
+
+    def __init__(
+        self, origin: nn.Module, constants: Mapping[fx.Node, Any], device: torch.device
+    ) -> None:
+        self._origin, self._constants, self._device = origin, constants, device
+        self._code = fx.Graph()
+        self._root: dict[str, Any] = {}
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def take(self, node: fx.Node) -> None:
+        """Adds a value to what the code takes."""
+        self._copies[node] = self._code.placeholder(node.name)
+
+    def compile(self, operations: Iterable[fx.Node], returned: Any) -> fx.GraphModule:
+        """Returns a module that takes the values, and at last a device."""
+        self._here = self._code.placeholder("device")
+        for node in operations:
+            if node.target not in DROPPED:
+                self._add(node)
+        self._code.output(fx.node.map_arg(returned, self._copy_of))
+        return fx.GraphModule(self._root, self._code)
+
+    def _add(self, node: fx.Node) -> None:
+        copy = self._code.node_copy(node, self._copy_of)
+        args, copy.kwargs = pytree.tree_map(self._moved, (copy.args, copy.kwargs))
+        if str(node.target) in _BLOCKS:
+            args = (*args, self._here)
+        if str(node.target) == _AUTOCAST and args[0] == self._device.type:
+            with self._code.inserting_before(copy):
+                args = (self._code.call_function(_autocast_device, (self._here,)), *args[1:])
+        copy.args = args
         copy.meta = {}  # values of the example, and what it takes to make them
-        copies[node] = copy
-    code.output(fx.node.map_arg(returned, copy_of))
-    return fx.GraphModule(root, code)
+        self._copies[node] = copy
+
+    def _copy_of(self, node: fx.Node) -> fx.Node:
+        if node not in self._copies:
+            self._copies[node] = (
+                self._block(node) if node.op == "get_attr" else self._constant(node)
+            )
+        return self._copies[node]
+
+    def _block(self, node: fx.Node) -> fx.Node:
+        name = str(node.target)
+        block = getattr(self._origin, name)
+        if all(str(user.target) in _BLOCKS for user in node.users):
+            inner = _Code(block, {}, self._device)
+            for taken in block.graph.find_nodes(op="placeholder"):
+                inner.take(taken)
+            run = [n for n in block.graph.nodes if n.op == "call_function"]
+            block = inner.compile(run, block.graph.output_node().args[0])
+        self._root[name] = block
+        return self._code.get_attr(name)
+
+    def _constant(self, node: fx.Node) -> fx.Node:
+        self._root[node.name] = constant = self._constants[node]
+        found = self._code.get_attr(node.name)
+        # A number goes with tensors on any device.
+        is_array = isinstance(constant, Tensor) and constant.dim() > 0
+        return self._code.call_method("to", (found, self._here)) if is_array else found
+
+    def _moved(self, leaf: Any) -> Any:
+        is_device = isinstance(leaf, torch.device) and leaf == self._device
+        return self._here if is_device else leaf
+
+
+def _autocast_device(device: torch.device) -> str:
+    """Returns the device type of autocast for a layer; the meta device has none of its own."""
+    return device.type if torch.amp.is_autocast_available(device.type) else "cpu"
