@@ -199,8 +199,7 @@ class CallCheck:
             shape = ", ".join("any" if size is None else str(size) for size in sizes)
             raise ValueError(
                 f"{name} has shape {tuple(leaf.shape)} and {leaf.dtype} in a call of the traced"
-                f" module, whose graph takes ({shape}) and {expected.dtype}. {_ALIKE}; a size of 1"
-                f" in the example stays 1.{_RECURRENT}"
+                f" module, whose graph takes ({shape}) and {expected.dtype}. {_ALIKE}.{_RECURRENT}"
             )
 
 
