@@ -43,6 +43,8 @@ _CUSTOM_OP = (
     "Write it as a `torch.library.custom_op` with `register_autograd`, or build the model as an"
     " `nn.Sequential` and name it with `layers=`, which traces nothing."
 )
+# Where torch defines the Functions of `custom_op` and of `cond`, which graphs have as operators.
+_OF_OPERATORS = ("torch._library.", "torch._higher_order_ops.")
 _INSTEAD = (
     "Change that part, or build the model as an `nn.Sequential` and name it with `layers=`, which"
     " traces nothing."
@@ -192,8 +194,11 @@ def _no_new_buffers(root: nn.Module) -> Iterator[None]:
 @contextmanager
 def _nothing_lost(module: nn.Module) -> Iterator[None]:
     """Raises an error for code that torch silently leaves out of graphs."""
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
-    def refuse(cls: type, *_: Any, **__: Any) -> None:
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith(_OF_OPERATORS):
+            return apply(cls, *args, **kwargs)
         raise _FunctionError(cls.__name__)
 
     with warnings.catch_warnings(record=True) as caught:

@@ -223,3 +223,42 @@ def test_a_buffer_that_many_layers_read_is_kept_by_each() -> None:
         "unused.weight",
         "unused.bias",
     }
+
+
+@torch.library.custom_op("lightning_dist_tests::reverse_gradient", mutates_args=())
+def reverse_gradient(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+reverse_gradient.register_fake(torch.empty_like)
+reverse_gradient.register_autograd(lambda _, gradient: -gradient)
+
+
+class Advised(nn.Module):
+    """Does what errors advise, for a backward of its own and for a branch on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = reverse_gradient(self.first(x))
+        hidden = torch.cond(hidden.sum() > 0, lambda h: h * 2, lambda h: h - 1, (hidden,))
+        result: Tensor = self.second(hidden)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # what `torch.cond` asks for
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_operators_with_gradients_of_their_own_are_traced(sign: float) -> None:
+    torch.manual_seed(0)
+    module = Advised().double()
+    original = copy.deepcopy(module)
+    x = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(4, 3)
+    TracedSequence(module, (x,), {})
+    results = []
+    for each in (module, original):
+        output = each(sign * x)
+        gradients = torch.autograd.grad(output.square().sum(), list(each.parameters()))
+        results.append((output, gradients))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-14)
