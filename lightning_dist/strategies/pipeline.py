@@ -26,6 +26,7 @@ from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
+from lightning_dist.engine.parallelize.separate_updates import check_separate_updates
 from lightning_dist.engine.pipeline.measurements import (
     MeasuredStages,
     gather_measurements,
@@ -232,6 +233,8 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self._split.cut()  # not before, for `configure_optimizers` may read any parameter's value
         for optimizer in self.optimizers:
             lightning_internals.mark_optimizer_called(optimizer)
+            if self.mesh.pp > 1:
+                check_separate_updates(optimizer, "stage")
             keep_own_parameters(optimizer, self.module)
         self.model_to_device()
         lightning_internals.move_optimizers(self.optimizers, self.root_device)

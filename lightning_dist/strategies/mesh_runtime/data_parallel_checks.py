@@ -24,6 +24,7 @@ from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.data_parallel.ddp_options import Compression
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
+from lightning_dist.engine.parallelize.separate_updates import check_separate_updates
 from lightning_dist.engine.stashing.learning_rates import changes_of_groups
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.strategies.base.model_checks import check_dense_gradients, check_optimizers
@@ -223,6 +224,8 @@ def check_served_optimizers(optimizers: Sequence[Optimizer], num_servers: int) -
             f"num_servers={num_servers} are more than the optimizer's {count} parameters, and a"
             f" server has whole tensors. Pass num_servers={count} or fewer."
         )
+    if num_servers > 1:
+        check_separate_updates(optimizer, "server")
 
 
 def check_no_loss_scale(plugin: Precision) -> None:

@@ -24,6 +24,7 @@ from lightning_dist.engine.parallelize.mixed_tensors import (
     note_shard_errors,
     split_groups_by_mesh,
 )
+from lightning_dist.engine.parallelize.separate_updates import check_separate_updates
 from lightning_dist.engine.sharding.fully_shard import is_indivisible
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import (
@@ -104,6 +105,8 @@ class ShardedStrategy(ShardedPlacement):
         if not self.is_fitting:
             return
         for optimizer in self.optimizers if self.split is not None else ():
+            if self.mesh.pp > 1:
+                check_separate_updates(optimizer, "stage")
             keep_own_parameters(optimizer, self.module)
         check_sharded_optimizers(self.optimizers, self.world_group)
 

@@ -338,8 +338,24 @@ class Quasi(Classifier):
         return torch.optim.LBFGS(self.parameters())
 
 
+class NormedSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
+        super().step()
+        return loss
+
+
+class Normed(Classifier):
+    def configure_optimizers(self) -> Any:
+        return NormedSGD(self.parameters(), lr=0.1)
+
+
+KINDS = {"LBFGS": Quasi, "norm": Normed}
+
+
 def refused(kind: str) -> tuple[str, str]:
-    module = make_module(Quasi if kind == "LBFGS" else Classifier)
+    module = make_module(KINDS.get(kind, Classifier))
     callbacks = [EMAWeightAveraging()] if kind == "EMA" else []
     try:
         trainer = make_trainer(2, callbacks=callbacks)
@@ -351,7 +367,7 @@ def refused(kind: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("EMA", "EMAWeightAveraging"), ("LBFGS", "LBFGS")],
+    [("EMA", "EMAWeightAveraging"), ("LBFGS", "LBFGS"), ("norm", "by the gradients of others")],
 )
 def test_what_cannot_be_done_is_refused(workers: WorkerPool, kind: str, message: str) -> None:
     for error, text in workers.run(2, refused, kind):

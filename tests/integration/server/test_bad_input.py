@@ -57,6 +57,19 @@ class Estimate(torch.optim.Optimizer):
             group["seen"] += sum(float(p.grad.abs().sum()) for p in group["params"])
 
 
+class Keeping(Classifier):
+    def configure_optimizers(self) -> Any:
+        return Lists(self.parameters(), lr=0.1)
+
+
+class Lists(torch.optim.SGD):
+    """Keeps copies of all parameters in a list."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.copies = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(make_data(16))
@@ -68,6 +81,12 @@ CASES: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any], str]] =
     "LBFGS": (Whole, {}, {}, "LBFGS lays all parameters out as one vector"),
     "few": (Few, {"num_servers": 2}, {}, "num_servers=2 are more than the optimizer's 1 param"),
     "estimate": (Estimating, {"num_servers": 2}, {}, "Estimate keeps one estimate.*num_servers=1"),
+    "lists": (
+        Keeping,
+        {"num_servers": 2},
+        {},
+        r"Lists keeps a list.*A server.*state\[p\]",
+    ),
     "fp16": (Classifier, {}, {"callbacks": "fp16"}, "fp16 with a loss scale leaves out steps"),
     "batch norm": (
         Classifier,
