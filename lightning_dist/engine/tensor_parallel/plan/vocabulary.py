@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import takewhile
+from typing import cast
 
 from torch import nn
 
@@ -28,7 +30,7 @@ def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> 
     model is from Hugging Face, which would have a layer for that.
     """
     tables = _token_tables(module)
-    heads = {name: _find_head(module, part, taken) for name, part in tables.items()}
+    heads = {name: _find_head(module, name, taken) for name in tables}
     would_have_head = any(hasattr(part, "get_output_embeddings") for part in module.modules())
     candidates = [name for name in tables if heads[name] or would_have_head]
     if not candidates:
@@ -57,7 +59,7 @@ def refused_vocabulary(
     """Returns the reasons why token embedding and head are left whole, by layer name."""
     found: dict[str, str] = {}
     for name, table in _token_tables(module).items():
-        rows, head = table.num_embeddings, _find_head(module, table, styles)
+        rows, head = table.num_embeddings, _find_head(module, name, styles)
         if rows % tp_size:
             more = -(-rows // tp_size) * tp_size
             flaw = f"its {rows} rows do not divide by tp_size={tp_size}; pad them to {more}"
@@ -98,7 +100,9 @@ def _token_tables(module: nn.Module) -> dict[str, nn.Embedding]:
     }
 
 
-def _find_head(module: nn.Module, table: nn.Embedding, taken: Collection[str]) -> str | None:
+def _find_head(module: nn.Module, table_name: str, taken: Collection[str]) -> str | None:
+    """Returns the last layer with an output for each row of a table, in the same model."""
+    table = cast(nn.Embedding, module.get_submodule(table_name))
     heads = [
         name
         for name, part in module.named_modules()
@@ -109,4 +113,9 @@ def _find_head(module: nn.Module, table: nn.Embedding, taken: Collection[str]) -
         and output_size(part) == table.num_embeddings
         and input_size(part) == table.embedding_dim
     ]
-    return heads[-1] if heads else None
+
+    def shared_path(name: str) -> int:  # a copy of the model, a reference say, has a head, too
+        pairs = zip(name.split("."), table_name.split("."), strict=False)
+        return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+
+    return max(reversed(heads), key=shared_path, default=None)

@@ -37,3 +37,13 @@ def test_a_vocabulary_that_cannot_be_shared_out_stays_whole() -> None:
     model = language_model(rows=31, mlp=mlp(), head=nn.Linear(WIDTH, 31))
     assert plan_of(model, tp_size=2) == MLP
     assert plan_of(model, tp_size=31).keys() == {*MLP, "tokens", "head"}
+
+
+def test_a_head_is_that_of_the_embedding_s_own_model() -> None:
+    def tied() -> nn.Module:
+        model = language_model(head=nn.Linear(WIDTH, 30, bias=False))
+        model.head.weight = model.tokens.weight
+        return model
+
+    both = holder(policy=tied(), reference=tied().requires_grad_(False))
+    assert plan_of(both) == {"policy.tokens": "vocab", "policy.head": "colwise_gather"}
