@@ -20,9 +20,9 @@ import torch
 from lightning_dist.engine.comms.links import Links
 from lightning_dist.engine.comms.packet import TensorInfo
 from lightning_dist.engine.pipeline.gradients import LossWeights, WeighedGradients
-from lightning_dist.engine.pipeline.loss_checks import compares_samples, warn_of_comparison
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.stage import Stage, Step
+from lightning_dist.engine.pipeline.step_checks import compares_samples, warn_of_comparison
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.schedule import Schedule

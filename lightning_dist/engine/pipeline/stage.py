@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.gradients import HeldGradients
-from lightning_dist.engine.pipeline.loss_checks import check_no_side_losses
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
+from lightning_dist.engine.pipeline.step_checks import ModuleCalls, check_no_side_losses
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 from lightning_dist.engine.splitting.sample_dim import warn_of_time_first
@@ -148,6 +148,7 @@ class Stage:
         policy: Decides which weights a micro-batch sees.
         gradients: Runs the backwards and holds their gradients.
         meter: Releases the weights, and measures their staleness.
+        calls: Notes the calls of the pipelined module.
 
     Attributes:
         in_flight: The micro-batches with their forward done and their backward not, by index.
@@ -167,11 +168,11 @@ class Stage:
         policy: WeightPolicy,
         gradients: HeldGradients,
         meter: StalenessMeter,
+        calls: ModuleCalls,
     ) -> None:
         self.layers = layers
         self._swapped = SwappedWeights(layers, found.users_module)
-        self.is_first = stage_index == 0
-        self.is_last = stage_index == num_stages - 1
+        self.is_first, self.is_last = stage_index == 0, stage_index == num_stages - 1
         self.policy = policy
         self.gradients = gradients
         self.meter = meter
@@ -179,8 +180,8 @@ class Stage:
         self._stage_index = stage_index
         self._interceptor = interceptor
         self._found = found
-        self._seed = seed
-        self._device = device
+        self._seed, self._device = seed, device
+        self._calls = calls
         self.in_flight: dict[int, InFlight] = {}
         self._split_backwards: dict[int, SplitBackward] = {}
         self.compares_samples: bool | None = None
@@ -239,13 +240,13 @@ class Stage:
 
         def layers(*arguments: Any, **keywords: Any) -> Any:
             nonlocal layer_input, output
+            self._calls.note(index, (arguments, keywords))
             layer_input = self._found.layer_input(self.is_first, received, arguments, keywords)
             # A copy for another run, since the layers may write into their input.
             given = map_tensors(copy_of, layer_input) if self._recomputes else layer_input
             looks = has_backward and not self._has_looked
-            looks_at_cut = looks and microbatch.weight < 1.0
-            num_samples = microbatch.num_samples
-            with warn_of_time_first(self.layers, num_samples) if looks_at_cut else nullcontext():
+            is_cut, size = microbatch.weight < 1.0, microbatch.num_samples
+            with warn_of_time_first(self.layers, size) if looks and is_cut else nullcontext():
                 output = self._run_layers(given, name)
             if looks and not self.is_last:
                 check_no_side_losses(self.layers, self._stage_index, output)

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.stage import ForwardInterceptor, Stage
+from lightning_dist.engine.pipeline.step_checks import ModuleCalls
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
 from lightning_dist.engine.schedules.stash_depth import num_copies
@@ -74,6 +75,7 @@ class OwnStages(Mapping[int, Stage]):
 
     Attributes:
         on_call: Answers calls of the pipelined module outside of steps; None refuses them.
+        calls: Notes with what steps call the pipelined module, where that is compared.
     """
 
     def __init__(self, found: Layers, options: StageOptions, shape: PipelineShape) -> None:
@@ -85,6 +87,7 @@ class OwnStages(Mapping[int, Stage]):
         self._earlier_peaks: dict[int, int] = {}
         self._interceptor: ForwardInterceptor | StepInterceptor | None = None
         self.on_call: Callable[..., Any] | None = None
+        self.calls = ModuleCalls()
         self._attach()
 
     @override
@@ -252,6 +255,7 @@ class OwnStages(Mapping[int, Stage]):
             policy=policy,
             gradients=gradients,
             meter=StalenessMeter(policy.release, history, measures_discrepancy=measures),
+            calls=self.calls,
         )
 
 

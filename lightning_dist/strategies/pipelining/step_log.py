@@ -29,6 +29,7 @@ from torchmetrics import Metric
 
 from lightning_dist.engine.pipeline.connect import Channels
 from lightning_dist.engine.pipeline.microbatch import mean_of
+from lightning_dist.engine.pipeline.step_checks import CallNotes
 from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.lightning_internals import set_step_value, step_value
@@ -330,12 +331,14 @@ class Outcome:
         result: The step's return value, merged over the micro-batches.
         should_stop: Whether the step asked to end the training.
         rank_zero_calls: What the step called that only rank 0 does.
+        module_calls: With what the step called the pipelined module; None if not compared.
     """
 
     log: BatchLog
     result: Any
     should_stop: bool = False
     rank_zero_calls: Sequence[RankZeroCall] = ()
+    module_calls: CallNotes | None = None
 
 
 class Outcomes:

@@ -15,9 +15,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_dist.engine.pipeline.connect import Channels
-from lightning_dist.engine.pipeline.loss_checks import warn_of_comparison
 from lightning_dist.engine.pipeline.microbatch import Microbatch, merge, weight_of
 from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.step_checks import CallNotes, check_calls, warn_of_comparison
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 from lightning_dist.strategies.base.lightning_internals import (
     as_of_training_step,
@@ -82,7 +82,9 @@ class StepRunner:
         self._sample_lists = SampleLists(module.trainer)
         self._outcomes = Outcomes(channels)
         self._last_result: Any = None
-        self._steps: deque[int] = deque()  # of the batches whose outcomes have not been delivered
+        # Of the batches whose outcomes have not been delivered.
+        self._steps: deque[int] = deque()
+        self._calls: deque[CallNotes | None] = deque()
 
     def train(self, arguments: Sequence[Any], context: StepContext) -> Any:
         """Runs a training batch.
@@ -114,9 +116,11 @@ class StepRunner:
         def publish(results: list[Any]) -> None:
             # A loss of shape (1,) is averaged too, and not concatenated.
             scalars = [map_tensors(lambda t: t.reshape(()), r) for r in _scalars_of(results)]
-            self._publish(scalars, batch, ("training_step",), trainer.should_stop)
+            self._calls.append(self._pipeline.stages.calls.take())
+            self._publish(scalars, batch, ("training_step",), trainer.should_stop, self._calls[-1])
 
         self._steps.append(logged_step(trainer))
+        self._pipeline.stages.calls.begin_batch()
 
         # Published before the last backwards' weight halves, or other ranks would wait for them.
         self._pipeline.train_batch(
@@ -163,6 +167,7 @@ class StepRunner:
         """Forgets the training batches that :meth:`train` has held back."""
         self._outcomes.deliver(num_held_back=0)
         self._steps.clear()
+        self._calls.clear()
 
     def evaluate(
         self, method: Callable[..., Any], arguments: Sequence[Any], context: StepContext
@@ -224,7 +229,12 @@ class StepRunner:
             warn_of_comparison(f"`{step}`", max(sizes))
 
     def _publish(
-        self, results: list[Any], batch: Any, step: Hashable, should_stop: bool = False
+        self,
+        results: list[Any],
+        batch: Any,
+        step: Hashable,
+        should_stop: bool = False,
+        module_calls: CallNotes | None = None,
     ) -> None:
         if not self._pipeline.stages.has_last:
             self._outcomes.publish(None)
@@ -234,12 +244,15 @@ class StepRunner:
             [map_tensors(torch.detach, r) for r in results], self._pipeline.microbatch_sizes
         )
         calls = self._rank_zero_calls.take()
-        self._outcomes.publish(Outcome(log, result, should_stop, calls))
+        self._outcomes.publish(Outcome(log, result, should_stop, calls, module_calls))
 
     def _deliver(self, num_held_back: int, *, in_batch: bool = False) -> None:
         trainer = self._module.trainer
         outcomes = self._outcomes.deliver(num_held_back)
         for index, outcome in enumerate(outcomes):
+            own_calls = self._calls.popleft()
+            if own_calls is not None and outcome.module_calls is not None:
+                check_calls(own_calls, outcome.module_calls, [*self._pipeline.stages])
             self._log.replay(outcome.log)
             self._rank_zero_calls.make(outcome.rank_zero_calls)
             self._last_result = outcome.result

@@ -351,14 +351,36 @@ class Normed(Classifier):
         return NormedSGD(self.parameters(), lr=0.1)
 
 
-KINDS = {"LBFGS": Quasi, "norm": Normed}
+class Memorising(Classifier):
+    """Uses what the last step's output was, as a Transformer-XL does."""
+
+    memory: Any = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.model(batch[0] + self.memory)
+        self.memory = output.detach().mean()
+        return F.cross_entropy(output, batch[1])
+
+
+class Decaying(Classifier):
+    """Changes a number in each run of a step."""
+
+    noise = 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.noise *= 0.9
+        return F.cross_entropy(self.model(batch[0] + self.noise), batch[1])
+
+
+KINDS = {"LBFGS": Quasi, "norm": Normed, "memory": Memorising, "twice": Decaying}
 
 
 def refused(kind: str) -> tuple[str, str]:
     module = make_module(KINDS.get(kind, Classifier))
     callbacks = [EMAWeightAveraging()] if kind == "EMA" else []
     try:
-        trainer = make_trainer(2, callbacks=callbacks)
+        options = {"schedule": "zbv"} if kind == "twice" else {}
+        trainer = make_trainer(2, callbacks=callbacks, **options)
         trainer.fit(module, make_loader(), make_loader(8))
     except Exception as error:
         return type(error).__name__, str(error)
@@ -367,7 +389,13 @@ def refused(kind: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("EMA", "EMAWeightAveraging"), ("LBFGS", "LBFGS"), ("norm", "by the gradients of others")],
+    [
+        ("EMA", "EMAWeightAveraging"),
+        ("LBFGS", "LBFGS"),
+        ("norm", "by the gradients of others"),
+        ("memory", "keep nothing of a step for the next"),
+        ("twice", "in hooks such as `on_train_batch_start`"),
+    ],
 )
 def test_what_cannot_be_done_is_refused(workers: WorkerPool, kind: str, message: str) -> None:
     for error, text in workers.run(2, refused, kind):

@@ -1,4 +1,4 @@
-"""Find losses that micro-batches or stages get wrong.
+"""Find steps that micro-batches or stages get wrong.
 
 A layer may put a loss into an attribute, for the user's step to sum those of all layers: the
 balancing loss of a mixture of experts, a codebook's commitment loss, a Bayesian layer's divergence.
@@ -10,6 +10,11 @@ A contrastive loss compares each sample with all others that it sees, and a micr
 fewer. So do a root of a mean, or a normalisation over the batch. Of a loss that is a mean over
 samples, the gradient of one sample does not depend on another sample. That is what
 :func:`compares_samples` asks, by a second derivative: no step is run again for it.
+
+Each stage runs the step up to the call of the pipelined module, the last one all of it. So all
+stages must call the module with the same values. They do not if a step keeps something for the next
+one behind that call, as memory, or changes it on the way: once for each micro-batch and stage.
+:class:`ModuleCalls` compares the first batches' calls.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +31,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_dist.engine.pipeline.split_backward import nodes_beneath
+from lightning_dist.engine.tensors.fingerprints import projection
 from lightning_dist.engine.tensors.patch import has_gradient_hooks
 from lightning_dist.engine.tensors.tree import flatten
 
 # Logits of a large vocabulary have more, and need several times their memory to be looked at.
 _MOST_ELEMENTS = 1 << 20
+
+# What is kept in a batch is used in the next. With batches in flight that may be a few later.
+_NUM_COMPARED = 4
+_ROUNDING = 1e-4
 
 
 def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> None:
@@ -182,3 +193,85 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple | set | deque):
         for held in value:
             yield from _tensors_in(held)
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What is compared of a tensor; ``product`` and ``norm`` are those of :func:`.projection`."""
+
+    shape: tuple[int, ...]
+    product: float
+    norm: float
+
+    def differs(self, other: _Note) -> bool:
+        if self.shape != other.shape:
+            return True
+        return abs(self.product - other.product) > _ROUNDING * max(self.norm, other.norm)
+
+
+CallNotes: TypeAlias = Mapping[int, Sequence[Sequence[_Note | None]]]
+"""The calls of each micro-batch, one for each stage of a rank; None for what is not compared."""
+
+
+class ModuleCalls:
+    """Notes with what a rank's stages call the pipelined module, in the first training batches."""
+
+    def __init__(self) -> None:
+        self._num_left = _NUM_COMPARED
+        self._now: dict[int, list[list[_Note | None]]] | None = None
+
+    def begin_batch(self) -> None:
+        """Begins to note a batch's calls, if it is one of the first."""
+        self._now = {} if self._num_left > 0 else None
+        self._num_left -= 1
+
+    def note(self, index: int, call: Any) -> None:
+        """Notes a call.
+
+        Args:
+            index: The micro-batch.
+            call: The arguments, a tree of tensors.
+        """
+        if self._now is not None:
+            notes = [_note_of(tensor) for tensor in flatten(call)[0]]
+            self._now.setdefault(index, []).append(notes)
+
+    def take(self) -> CallNotes | None:
+        """Returns the notes of the batch; None if it is none of the first."""
+        notes, self._now = self._now, None
+        return notes
+
+
+def check_calls(own: CallNotes, last: CallNotes, stages: Sequence[int]) -> None:
+    """Checks that a rank's stages call the module with the values of the last stage.
+
+    Args:
+        own: The notes of this rank.
+        last: Those of the last stage's rank, on which the last stage's come last.
+        stages: The stages of this rank, in order.
+
+    Raises:
+        ValueError: A value differs by more than rounding.
+    """
+    for index, calls in own.items():
+        expected = last[index][-1]
+        for stage, notes in zip(stages, calls, strict=True):
+            pairs = zip(notes, expected, strict=False)
+            known = ((a, b) for a, b in pairs if a is not None and b is not None)
+            if len(notes) != len(expected) or any(a.differs(b) for a, b in known):
+                raise ValueError(
+                    "Change a module's attributes in hooks such as `on_train_batch_start`, which"
+                    " run once for each batch, and keep nothing of a step for the next one, as a"
+                    f" memory; or use DDPStrategy or FSDPStrategy. On stage {stage} `training_step`"
+                    " calls the pipelined module with other values than on the last stage: each"
+                    " stage runs the step up to that call, once for each micro-batch, and the last"
+                    " stage alone runs the rest."
+                )
+
+
+def _note_of(tensor: Tensor) -> _Note | None:
+    # Not of another rank's tensors, nor of shards.
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta or tensor.is_sparse:
+        return None
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+    return _Note(tuple(tensor.shape), *projection(real))

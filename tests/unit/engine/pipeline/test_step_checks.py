@@ -1,7 +1,8 @@
-"""Losses that stages or micro-batches get wrong: refused, or warned of."""
+"""Steps that stages or micro-batches get wrong: refused, or warned of."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.loss_checks import check_no_side_losses, compares_samples
+from lightning_dist.engine.pipeline.step_checks import (
+    CallNotes,
+    ModuleCalls,
+    check_calls,
+    check_no_side_losses,
+    compares_samples,
+)
 from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.block_parity import largest_difference
 
@@ -206,3 +213,57 @@ def test_a_pipeline_warns_of_a_loss_that_compares_samples(schedule: str) -> None
     ) as caught:
         assert largest_difference(model, batches, lambda m, x: info_nce(m(x)), config) > 1e-6
     assert len(caught) == 1
+
+
+def notes_of(*calls: tuple[int, Any]) -> CallNotes:
+    noting = ModuleCalls()
+    noting.begin_batch()
+    for index, call in calls:
+        noting.note(index, call)
+    notes = noting.take()
+    assert notes is not None
+    return notes
+
+
+def test_calls_that_differ_by_rounding_are_the_same() -> None:
+    x = torch.linspace(-1, 1, 50, dtype=torch.float64)
+    ids, mixed = torch.arange(4), torch.ones(2, dtype=torch.complex64)
+    last = notes_of((0, ((x, ids), {"z": mixed})), (1, ((x,), {})))
+    near = notes_of((0, ((x + 1e-9, ids), {"z": mixed})), (1, ((x,), {})))
+    check_calls(near, last, [0])
+    twice = notes_of((0, ((2 * x, ids), {"z": mixed})), (0, ((x, ids), {"z": mixed})))
+    check_calls(notes_of((0, ((x, ids), {"z": mixed}))), twice, [0])  # the last stage's come last
+    nan = notes_of((0, ((x * math.nan,), {})))
+    check_calls(nan, nan, [0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, ids: (x + 1e-2, ids),
+        lambda x, ids: (x.flip(0), ids),
+        lambda x, ids: (x, ids.roll(1)),
+        lambda x, ids: (x[:, None], ids),
+        lambda x, ids: (x,),
+    ],
+)
+def test_calls_with_other_values_are_refused(change: Callable[[Tensor, Tensor], Any]) -> None:
+    x, ids = torch.linspace(-1, 1, 50), torch.arange(4)
+    own = notes_of((0, (x, ids)), (0, change(x, ids)))
+    with pytest.raises(ValueError, match=r"On stage 3 `training_step` calls the pipelined module"):
+        check_calls(own, notes_of((0, (x, ids))), [1, 3])
+
+
+def test_only_the_first_batches_are_compared() -> None:
+    noting = ModuleCalls()
+    noting.note(0, torch.ones(1))
+    assert noting.take() is None
+    found = []
+    for _ in range(6):
+        noting.begin_batch()
+        noting.note(0, (torch.ones(1), torch.ones(1, device="meta")))
+        found.append(noting.take())
+    assert [notes is not None for notes in found] == [True] * 4 + [False] * 2
+    first = found[0]
+    assert first is not None
+    assert first[0][0][1] is None
