@@ -3,13 +3,17 @@
 Only the last stage updates a metric, while Lightning, and the user's own hooks, read its value on
 each rank. So while the pipeline is set up, ``compute`` of each metric of the module is a collective
 of the pipeline. The last stage computes, and the other stages receive the result. Inside a step,
-which only the last stage runs to its end, ``compute`` is unchanged. Tensor-parallel ranks have all
-seen the same samples, so a metric is reduced over the ranks that read different data.
+which only the last stage runs to its end, ``compute`` is unchanged; so are those that another one
+calls, as sums and wrappers of metrics do. Hooks may add metrics, as a ``MetricTracker`` does: those
+are shared from the next batch on. Tensor-parallel ranks have all seen the same samples, so a metric
+is reduced over the ranks that read different data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,9 +22,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers import Running
 
 from lightning_dist.engine.tensors.patch import Undo
 from lightning_dist.engine.tensors.tree import map_tensors
+
+_WINDOW = (
+    "A step has updated a `Running` metric, and a step runs once for each micro-batch. So its"
+    " window is of micro-batches. Update it in a hook, such as `on_train_batch_end`, or set"
+    " num_microbatches=1."
+)
 
 
 class GroupGather:
@@ -55,6 +66,11 @@ class GroupGather:
         """Pickles the function behind it, which needs this package no more."""
         return partial, (self._gather,)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it still gathers over its ranks."""
+        return self._group is not None
+
     def close(self) -> None:
         """Forgets the ranks: copies gather over all of them from now on."""
         self._group = None
@@ -67,18 +83,42 @@ def reduce_metrics_over(module: nn.Module, group: dist.ProcessGroup) -> Undo:
         module: The user's module.
         group: The ranks that read different data.
     """
-    changed = [(m, m.dist_sync_fn) for m in module.modules() if isinstance(m, Metric)]
-    gathers = []
-    for metric, own in changed:
-        gathers.append(GroupGather(own, group))
-        metric.dist_sync_fn = gathers[-1]
+    return _reduce_over((m for m in module.modules() if isinstance(m, Metric)), group)
+
+
+def _reduce_over(metrics: Iterable[Metric], group: dist.ProcessGroup) -> Undo:
+    changed = []
+    for metric in metrics:
+        own = metric.dist_sync_fn
+        metric.dist_sync_fn = gather = GroupGather(own, group)
+        changed.append((weakref.ref(metric), own, gather))  # hooks may replace it
 
     def undo() -> None:
-        for (metric, own), gather in zip(changed, gathers, strict=True):
-            metric.dist_sync_fn = own
+        for reference, own, gather in changed:
+            metric = reference()
+            if metric is not None:
+                metric.dist_sync_fn = own
             gather.close()
 
     return undo
+
+
+class SharedCompute:
+    """``compute`` of a metric, as a collective of the pipeline.
+
+    Args:
+        metric: The metric.
+        shared_by: Shares it.
+    """
+
+    def __init__(self, metric: Metric, shared_by: StageMetrics) -> None:
+        self.own = metric.compute
+        self._metric = metric
+        self._shared_by = shared_by
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the last stage's value."""
+        return self._shared_by.value(self._metric, partial(self.own, *args, **kwargs))
 
 
 class StageMetrics:
@@ -86,6 +126,7 @@ class StageMetrics:
 
     Args:
         module: The user's module.
+        pipelined: The part of it that is cut into stages.
         pipeline_group: A gloo group of the stages of this replica.
         data_group: The ranks that hold this stage.
         source: Global rank of the last stage.
@@ -95,50 +136,101 @@ class StageMetrics:
     def __init__(
         self,
         module: nn.Module,
+        pipelined: nn.Module,
         pipeline_group: dist.ProcessGroup,
         data_group: dist.ProcessGroup,
         source: int,
         is_source: bool,
     ) -> None:
-        self._pipeline_group = pipeline_group
+        self._module = module
+        self._layers = {pipelined} - {module}
+        self._pipeline_group: dist.ProcessGroup | None = pipeline_group
+        self._data_group: dist.ProcessGroup | None = data_group
         self._source = source
         self._is_source = is_source
-        self._in_step = False
-        self._originals: list[tuple[Metric, Callable[..., Any]]] = []
-        self._undo = reduce_metrics_over(module, data_group)
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                self._originals.append((metric, metric.compute))
-                metric.compute = self._shared(metric)  # type: ignore[method-assign]
+        self._is_alone = False  # in what the last stage does without the others
+        self._shared: list[weakref.ref[Metric]] = []
+        self._undo: list[Undo] = []
+        self._running = [m for m in module.modules() if isinstance(m, Running)]
+        self._share(m for m in module.modules() if isinstance(m, Metric))
+
+    def share_new(self) -> None:
+        """Shares the metrics that hooks have added. Each stage calls it before each batch."""
+        beside = self._module.named_modules(memo={*self._layers})
+        self._share(m for _, m in beside if isinstance(m, Metric))
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Marks a step, which only the last stage runs to its end."""
-        self._in_step = True
-        try:
+    def in_step(self, share: float) -> Iterator[None]:
+        """Marks a step, which only the last stage runs to its end.
+
+        Args:
+            share: Share of its batch that the micro-batch has.
+        """
+        running = self._running if share < 1.0 and self._is_source else []
+        before = [metric.metric_state for metric in running]
+        with self._alone():
             yield
-        finally:
-            self._in_step = False
+        if any(_differ(m.metric_state, old) for m, old in zip(running, before, strict=True)):
+            self._running.clear()
+            warnings.warn(_WINDOW, stacklevel=2)
+
+    def value(self, metric: Metric, compute: Callable[[], Any]) -> Any:
+        """Returns what the last stage computes. Collective outside of steps.
+
+        Args:
+            metric: The metric.
+            compute: Its own ``compute``.
+        """
+        if self._is_alone:
+            return compute()
+        value = None
+        if self._is_source:
+            with self._alone():
+                value = compute()
+        # From the host: a pickled tensor of a GPU would go to the GPU of that number.
+        sent = [map_tensors(Tensor.cpu, value)]
+        dist.broadcast_object_list(sent, src=self._source, group=self._pipeline_group)
+        if self._is_source:
+            return value
+        return map_tensors(lambda tensor: tensor.to(metric.device), sent[0])
 
     def detach(self) -> None:
         """Restores the metrics."""
-        for metric, compute in self._originals:
-            metric.compute = compute  # type: ignore[method-assign]
-        self._originals.clear()
-        self._undo()
+        for reference in self._shared:
+            metric = reference()
+            if metric is not None and isinstance(metric.compute, SharedCompute):
+                metric.compute = metric.compute.own  # type: ignore[method-assign]
+        self._shared.clear()
+        self._running.clear()
+        while self._undo:
+            self._undo.pop()()
+        # A metric that a hook has replaced is a cycle with this, freed later.
+        self._pipeline_group = self._data_group = None
 
-    def _shared(self, metric: Metric) -> Callable[..., Any]:
-        compute = metric.compute
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        was_alone, self._is_alone = self._is_alone, True
+        try:
+            yield
+        finally:
+            self._is_alone = was_alone
 
-        def shared_compute(*args: Any, **kwargs: Any) -> Any:
-            if self._in_step:
-                return compute(*args, **kwargs)
-            value = compute(*args, **kwargs) if self._is_source else None
-            # From the host: a pickled tensor of a GPU would go to the GPU of that number.
-            sent = [map_tensors(Tensor.cpu, value)]
-            dist.broadcast_object_list(sent, src=self._source, group=self._pipeline_group)
-            if self._is_source:
-                return value
-            return map_tensors(lambda tensor: tensor.to(metric.device), sent[0])
+    def _share(self, metrics: Iterable[Metric]) -> None:
+        new = [m for m in metrics if not isinstance(m.compute, SharedCompute)]
+        if not new:
+            return
+        assert self._data_group is not None
+        # A copy has its original's.
+        over_all = [m for m in new if not _is_reduced(m)]
+        self._undo.append(_reduce_over(over_all, self._data_group))
+        for metric in new:
+            metric.compute = SharedCompute(metric, self)  # type: ignore[method-assign]
+            self._shared.append(weakref.ref(metric))
 
-        return shared_compute
+
+def _is_reduced(metric: Metric) -> bool:
+    return isinstance(metric.dist_sync_fn, GroupGather) and metric.dist_sync_fn.is_open
+
+
+def _differ(states: dict[str, Any], before: dict[str, Any]) -> bool:
+    return any(states[name] is not state for name, state in before.items())

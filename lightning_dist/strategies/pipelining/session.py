@@ -199,6 +199,7 @@ def open_session(
         )
         metrics = StageMetrics(
             module,
+            split.sequence,
             pipeline_group=pp_group,
             data_group=data_group,
             source=last_rank,

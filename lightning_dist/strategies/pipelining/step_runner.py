@@ -100,6 +100,7 @@ class StepRunner:
             ValueError: A parameter that belongs to no stage is trained by now.
         """
         self._step_state.check_frozen()
+        self._metrics.share_new()
         batch, *rest = arguments
         batch = self._sample_lists.mark(batch, "training_step")
         trainer = self._module.trainer
@@ -182,6 +183,7 @@ class StepRunner:
         Returns:
             The step's return value for the undivided batch, on each rank.
         """
+        self._metrics.share_new()
         batch, *rest = arguments
         # A user may have replaced the method by any callable.
         stage = self._module.trainer.state.stage
@@ -206,14 +208,15 @@ class StepRunner:
         if self._change_step is not None:
             method = self._change_step(method)
 
-        watching = (self._metrics, self._step_state, self._rank_zero_calls)
+        watching = (self._step_state, self._rank_zero_calls)
 
         def step(microbatch: Microbatch) -> Any:
             recording = self._log.recording(microbatch.num_samples)
             counting = self._counters.in_step(microbatch.weight)
+            measuring = self._metrics.in_step(microbatch.weight)
             with ExitStack() as around:
                 watched = (part.in_step() for part in watching)
-                for each in (context(), recording, counting, *watched):
+                for each in (context(), recording, counting, measuring, *watched):
                     around.enter_context(each)
                 result = method(microbatch.content, *rest)
             weight = weight_of(result)
