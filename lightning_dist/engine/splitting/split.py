@@ -110,6 +110,12 @@ class PipelineSplit:
         """Returns a context manager with the whole model's structure; see :func:`.cut.whole`."""
         return whole(self.sequence, device)
 
+    def pipelined_modules(self, module: nn.Module) -> set[nn.Module]:
+        """Returns the pipelined module of a model; if it is the model, those of its layers."""
+        if self.sequence is not module:
+            return {self.sequence}
+        return {part.module for part in self.layers.parts()} - {module}
+
     def tensors_outside(self, module: nn.Module) -> list[Tensor]:
         """Lists a module's parameters and buffers that no stage has for itself."""
         parts = [part.module for part in self.layers.parts()]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -126,7 +126,7 @@ class StageMetrics:
 
     Args:
         module: The user's module.
-        pipelined: The part of it that is cut into stages.
+        pipelined: The modules in it that are cut into stages.
         pipeline_group: A gloo group of the stages of this replica.
         data_group: The ranks that hold this stage.
         source: Global rank of the last stage.
@@ -136,14 +136,14 @@ class StageMetrics:
     def __init__(
         self,
         module: nn.Module,
-        pipelined: nn.Module,
+        pipelined: Collection[nn.Module],
         pipeline_group: dist.ProcessGroup,
         data_group: dist.ProcessGroup,
         source: int,
         is_source: bool,
     ) -> None:
         self._module = module
-        self._layers = {pipelined} - {module}
+        self._pipelined = pipelined
         self._pipeline_group: dist.ProcessGroup | None = pipeline_group
         self._data_group: dist.ProcessGroup | None = data_group
         self._source = source
@@ -156,7 +156,7 @@ class StageMetrics:
 
     def share_new(self) -> None:
         """Shares the metrics that hooks have added. Each stage calls it before each batch."""
-        beside = self._module.named_modules(memo={*self._layers})
+        beside = self._module.named_modules(memo={*self._pipelined})
         self._share(m for _, m in beside if isinstance(m, Metric))
 
     @contextmanager

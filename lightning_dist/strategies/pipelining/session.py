@@ -197,17 +197,17 @@ def open_session(
             finish=None if wrapped is None else wrapped.reshard,
             is_reading=lambda: strategy.is_reading,
         )
+        pipelined = split.pipelined_modules(module)
         metrics = StageMetrics(
             module,
-            split.sequence,
+            pipelined,
             pipeline_group=pp_group,
             data_group=data_group,
             source=last_rank,
             is_source=has_last,
         )
-        step_state = StepState(
-            module, split.tensors_outside(module), pp_group, last_rank, is_source=has_last
-        )
+        outside = split.tensors_outside(module)
+        step_state = StepState(module, outside, pipelined, pp_group, last_rank, is_source=has_last)
         runner = StepRunner(
             module,
             pipeline,

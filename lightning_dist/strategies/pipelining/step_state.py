@@ -3,7 +3,7 @@
 Only the last stage runs a step to its end. What a step appends to a list there, or adds to a
 number or a buffer of the module, ``on_validation_epoch_end`` and its like read on each rank. So the
 last stage watches what its steps change, and sends that before these hooks: attributes of the
-module that are numbers, strings, tensors or containers, and buffers outside of the layers.
+module, of plain objects in it and of modules beside the layers, and buffers outside of the layers.
 
 What hooks change is each rank's own, but for averages of weights, which a hook writes into buffers
 or frozen parameters: there each stage has a value for its own layers' only. So a tensor outside of
@@ -21,8 +21,8 @@ from __future__ import annotations
 import io
 import traceback
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -32,15 +32,20 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.fingerprints import fingerprint, projection
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.callback_order import add_first_callback
+from lightning_dist.strategies.base.python_state import (
+    attributes_of,
+    can_be_sent,
+    mark,
+    modules_beside,
+    set_attribute_of,
+)
 
-_CONTAINERS = (list, dict, set, deque)
-_KINDS = (*_CONTAINERS, tuple, int, float, complex, str, Tensor, type(None))
 _ENDS = (
     "on_train_epoch_end",
     "on_validation_epoch_end",
@@ -55,7 +60,6 @@ _BY_NAME = (
     " does, but by name: `followers = dict(teacher.named_parameters(remove_duplicate=False))`, and"
     " `followers[name].lerp_(p, 0.01)` for `name, p in model.named_parameters()`."
 )
-_MOST_INSIDE = 32  # lists of a few loaders, dicts of a few names; longer ones are of samples
 
 
 class StepState:
@@ -64,6 +68,7 @@ class StepState:
     Args:
         module: The user's module.
         outside: Tensors outside of the pipelined layers.
+        pipelined: The modules that are cut into stages, whose attributes are each stage's own.
         stages: A gloo group of the stages of this replica.
         source: Global rank of the last stage.
         is_source: Whether this rank is the last stage.
@@ -73,6 +78,7 @@ class StepState:
         self,
         module: pl.LightningModule,
         outside: Iterable[Tensor],
+        pipelined: Collection[nn.Module],
         stages: dist.ProcessGroup,
         source: int,
         *,
@@ -82,7 +88,8 @@ class StepState:
         self._stages = stages
         self._source = source
         self._is_source = is_source
-        self._base_names = {*vars(pl.LightningModule())}
+        self._pipelined = pipelined
+        self._modules: list[tuple[str, nn.Module]] = []
         ids = {id(tensor) for tensor in outside}
         self._buffers = [name for name, buffer in module.named_buffers() if id(buffer) in ids]
         beside = [(name, p) for name, p in module.named_parameters() if id(p) in ids]
@@ -127,17 +134,23 @@ class StepState:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Watches a step, whether this rank runs it to its end or not."""
+        if self._is_shared:  # in between, hooks may have replaced some
+            self._modules = [*modules_beside(self._module, self._pipelined)]
         self._is_shared = False
-        before = {name: (value, _mark(value)) for name, value in self._named()}
+        before = {name: (value, self._mark(name, value)) for name, value in self._named()}
+        lengths = {n: len(value) for n, (value, _) in before.items() if isinstance(value, list)}
         try:
             yield
         finally:
             for name, value in self._named():
-                old, mark = before.get(name, (before, None))
-                if value is not old or _mark(value) != mark:
+                old, seen = before.get(name, (before, None))
+                if value is not old or self._mark(name, value) != seen:
                     self._changed.add(name)
-                if isinstance(value, list) and mark is not None:
-                    self._grown[name] += len(value) - mark[0]
+                if isinstance(value, list) and name in lengths:
+                    self._grown[name] += len(value) - lengths[name]
+
+    def _mark(self, name: str, value: Any) -> Any:
+        return None if name in self._changed else mark(value)
 
     def share(self) -> None:
         """Sends what steps have changed. Collective: all stages of a replica call it."""
@@ -212,7 +225,7 @@ class StepState:
         Fingerprints are in it, for torch does not count what is written into ``tensor.data``.
         """
         found = {name: self._tensor(name) for name in (*self._buffers, *self._fixed)}
-        marks = {name: (id(tensor), _mark(tensor)) for name, tensor in found.items()}
+        marks = {name: (id(tensor), mark(tensor)) for name, tensor in found.items()}
         dense = {n: t for n, t in found.items() if t is not None and t.layout == torch.strided}
         prints = [fingerprint(tensor).cpu() for tensor in dense.values()]
         bits = torch.stack(prints).tolist() if prints else []
@@ -238,15 +251,13 @@ class StepState:
                 self._set(name, value)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        for name, value in vars(self._module).items():
-            if name not in self._base_names and isinstance(value, _KINDS):
-                yield name, value
+        yield from attributes_of(self._module, self._modules).items()
         for name in self._buffers:
             yield name, self._module.get_buffer(name)
 
     def _pack(self) -> bytes:
         values = {name: value for name, value in self._named() if name in self._changed}
-        unsent = [name for name, value in values.items() if not _can_be_sent(value)]
+        unsent = [name for name, value in values.items() if not can_be_sent(value)]
         for name in unsent:
             del values[name]
         packed = io.BytesIO()
@@ -258,16 +269,7 @@ class StepState:
         if name in self._buffers:
             self._module.get_buffer(name).copy_(value)
             return
-        mine: Any = getattr(self._module, name, None)
-        if type(mine) is not type(value) or not isinstance(value, _CONTAINERS):
-            setattr(self._module, name, value)
-            return
-        mine.clear()  # others may have the same object
-        if isinstance(mine, list | deque):
-            mine.extend(value)
-        else:
-            assert isinstance(mine, dict | set)
-            mine.update(value)
+        set_attribute_of(self._module, name, value)
 
 
 def note_pairing(error: BaseException) -> None:
@@ -324,26 +326,6 @@ class StepCounters:
             elif type(value) is Tensor and value.ndim == 0:  # others may be on another stage
                 numbers[name] = value.item()
         return numbers
-
-
-def _mark(value: Any, depth: int = 2) -> Any:
-    """Returns what changes with a value that stays the same object."""
-    if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
-    if not isinstance(value, (*_CONTAINERS, tuple)):
-        return None
-    inside = value.values() if isinstance(value, Mapping) else value
-    last = id(value[-1]) if value and isinstance(value, list | deque) else None
-    few = len(value) <= _MOST_INSIDE and depth > 0
-    return len(value), last, [(id(v), _mark(v, depth - 1)) for v in inside] if few else None
-
-
-def _can_be_sent(value: Any) -> bool:
-    try:
-        torch.save(value, io.BytesIO())
-    except Exception:  # any class may raise anything
-        return False
-    return True
 
 
 def _place(device: str, storage: Any, location: str) -> Any:
