@@ -12,7 +12,7 @@ of tied parameters in the whole model, since a part may have a later name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist.engine.checkpoint.tied_names import FirstNames
+from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.tensors.dtensor import replicate_like, shard_like
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
@@ -29,6 +30,7 @@ GroupNames = list[list[str]]
 """Names of the whole model's parameters in each group, in the order of the groups."""
 
 _NO_TIES: FirstNames = MappingProxyType({})
+_REMEDY = "Resume with the model and the `configure_optimizers` that wrote it."
 
 
 def name_groups(
@@ -123,12 +125,7 @@ def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
         ValueError: The groups do not match.
     """
     groups = numbered["param_groups"]
-    saved, present = [len(g["params"]) for g in groups], [len(g) for g in names]
-    if saved != present:
-        raise ValueError(
-            f"The checkpoint's optimizer has groups of {saved} parameters, the present one of"
-            f" {present}. Resume with the model and the `configure_optimizers` that wrote it."
-        )
+    _check_sizes((group["params"] for group in groups), names)
     name_of = {
         number: name
         for group, group_names in zip(groups, names, strict=True)
@@ -141,6 +138,55 @@ def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
             for group, group_names in zip(groups, names, strict=True)
         ],
     }
+
+
+def by_present_names(
+    states: Sequence[Mapping[str, Any]], names: Sequence[GroupNames]
+) -> list[dict[str, Any]]:
+    """Returns states of names or numbers by names, in the order of the present optimizers.
+
+    Raises:
+        ValueError: The optimizers or their groups do not match.
+    """
+    if len(states) != len(names):
+        raise ValueError(
+            f"The checkpoint has the states of {len(states)} optimizers, and `configure_optimizers`"
+            f" made {len(names)}. {_REMEDY}"
+        )
+    return [
+        _in_present_groups(state, of_optimizer)
+        if is_named(state)
+        else to_names(state, of_optimizer)
+        for state, of_optimizer in zip(states, names, strict=True)
+    ]
+
+
+def _in_present_groups(named: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
+    groups = named["param_groups"]
+    _check_sizes((group["params"] for group in groups), names)
+    for index, (group, now) in enumerate(zip(groups, names, strict=True)):
+        gone, new = set(group["params"]) - set(now), set(now) - set(group["params"])
+        if gone:
+            raise ValueError(
+                f"Parameter group {index} of the checkpoint's optimizer has"
+                f" {shorten(sorted(gone), 3)}, where the present one has {shorten(sorted(new), 3)}."
+                f" {_REMEDY}"
+            )
+    return {
+        **named,
+        "param_groups": [
+            {**group, "params": list(now)} for group, now in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def _check_sizes(saved: Iterable[Sized], names: GroupNames) -> None:
+    before, now = [len(group) for group in saved], [len(group) for group in names]
+    if before != now:
+        raise ValueError(
+            f"The checkpoint's optimizer has groups of {before} parameters, the present one of"
+            f" {now}. {_REMEDY}"
+        )
 
 
 def split_entries(entries: Mapping[Any, Any]) -> tuple[dict[str, Tensor], dict[Any, Any]]:
@@ -173,16 +219,6 @@ def join_entries(tensors: Mapping[str, Tensor], rest: Mapping[Any, Any]) -> dict
     others = map_tensors(lambda left: tensors.get(str(next(numbers)), left), dict(rest))
     named = {key: tensor for key, tensor in tensors.items() if not key.isdecimal()}
     return {**others, **named}
-
-
-def add_groups(
-    optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any], firsts: FirstNames = _NO_TIES
-) -> None:
-    """Adds the groups that the saved optimizer had and this one lacks; without names none."""
-    parameters = {firsts.get(name, name): p for name, p in module.named_parameters()}
-    for group in state["param_groups"][len(optimizer.param_groups) :] if is_named(state) else ():
-        added = [parameters[name] for name in group["params"] if name in parameters]
-        optimizer.add_param_group({**group, "params": added})
 
 
 def load_by_name(

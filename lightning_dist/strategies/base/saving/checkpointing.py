@@ -29,7 +29,7 @@ from lightning_dist.engine.checkpoint import files as checkpoints
 from lightning_dist.engine.checkpoint.joint_save import JointSave, path_to_read
 from lightning_dist.engine.checkpoint.optimizer_state import (
     GroupNames,
-    add_groups,
+    by_present_names,
     is_named,
     load_by_name,
     name_groups,
@@ -361,18 +361,16 @@ class LayoutFreeCheckpoints(AsyncSaving):
         # An ordinary checkpoint without an optimizer has an empty state.
         own = self._states_of_replica(checkpoint)
         states = [{"state": {}, "param_groups": [], **state} for state in own]
+        if any(map(is_named, states)) or not self.has_plain_state:
+            if self.mesh.pp == 1:  # a callback that finetunes may have added groups
+                self.name_optimizer_groups()
+            states = by_present_names(states, self._group_names)
         if self.has_plain_state:
             numbered = [to_numbers(state) if is_named(state) else state for state in states]
             super().load_optimizer_state_dict({"optimizer_states": numbered})
             return
-        if self.mesh.pp == 1:  # a callback that finetunes may have added groups before the save
-            for optimizer, state in zip(self.optimizers, states, strict=True):
-                add_groups(optimizer, self.module, state, self._first_names)
-            self.name_optimizer_groups()
-        triples = zip(self.optimizers, states, self._group_names, strict=True)
-        for optimizer, state, names in triples:
-            named = state if is_named(state) else to_names(state, names)
-            load_by_name(optimizer, self.module, named, self._first_names)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            load_by_name(optimizer, self.module, state, self._first_names)
 
     def _states_of_replica(self, checkpoint: Mapping[str, Any]) -> list[Any]:
         """Returns this replica's own states; the first one's if there were other replicas."""
