@@ -43,6 +43,7 @@ from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
+from lightning_dist.strategies.base.model_checks import check_learning_rates
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
@@ -232,6 +233,12 @@ class ParameterServerStrategy(DataParallelStrategy):
     def end_epoch(self) -> None:
         super().end_epoch()
         self.drain()
+
+    @override
+    def check_optimizers_agree(self) -> None:
+        super().check_optimizers_agree()
+        if self.is_running and self._shares_steps:
+            check_learning_rates(self.optimizers, self.data_group)
 
     # --- checkpoints -------------------------------------------------------------------------
 

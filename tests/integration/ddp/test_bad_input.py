@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_dist import DDPStrategy, FSDPStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy, ParameterServerStrategy
 from tests.helpers.networks.models import (
     Classifier,
     make_loader,
@@ -283,7 +283,11 @@ def follow(strategy: Any, sync: bool) -> float:
     return float(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("strategy", [DDPStrategy(), FSDPStrategy()], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [DDPStrategy(), FSDPStrategy(), ParameterServerStrategy(num_servers=2)],
+    ids=["ddp", "fsdp", "server"],
+)
 def test_schedulers_follow_the_same_values(workers: WorkerPool, strategy: Any) -> None:
     with pytest.raises(CaseFailedError, match=r"on rank 0, .* with `sync_dist=True`"):
         workers.run(2, follow, strategy, False)
