@@ -14,9 +14,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
@@ -24,6 +26,7 @@ from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.splitting.config import find_batch_statistics
 from lightning_dist.engine.tensors.rng import RandomStream, seed_all
 from lightning_dist.strategies.base import lightning_loaders
+from lightning_dist.strategies.base.loaders.evaluation_lengths import EvaluationLengths
 from lightning_dist.strategies.base.loaders.lengths import TrainingLengths
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.base.run_setup import RunSetup
@@ -43,6 +46,7 @@ class DataParallelStrategy(RunSetup):
     _num_loaders: Counter[tuple[int, bool]]
     _has_unknown_length = False
     _lengths: TrainingLengths | None = None
+    _evaluation_lengths: EvaluationLengths | None = None
 
     def share_buffers(self) -> None:
         """Broadcasts the first replica's buffers. Collective: every rank must call it."""
@@ -83,6 +87,8 @@ class DataParallelStrategy(RunSetup):
         self._num_loaders = Counter()
         self._has_unknown_length, self._lengths = False, None
         super().connect_loops(trainer)
+        if self.num_readers > 1:
+            self._compare_evaluations(trainer)
         if not self.is_fitting:
             return
         if self.num_readers > 1:
@@ -97,7 +103,32 @@ class DataParallelStrategy(RunSetup):
     @override
     def close_session(self) -> None:
         super().close_session()
-        self._lengths = None  # a copy of the Trainer has no notes of a run
+        # A copy of the Trainer has no notes of a run.
+        self._lengths = self._evaluation_lengths = None
+
+    def _compare_evaluations(self, trainer: pl.Trainer) -> None:
+        axes, mesh = ("pp", "dp_shard", "tp"), self.mesh
+        is_tied = any(mesh.sizes[axis] > 1 for axis in axes)
+        lengths = EvaluationLengths(
+            trainer,
+            lambda: self.world_group,
+            mesh.groups(*axes),
+            self.group(*axes) if is_tied else None,
+            runs_whole_steps=mesh.pp == 1,
+        )
+        self._evaluation_lengths = lengths
+        self._undo += (lengths.connect(),)
+
+    @override
+    def reduce(
+        self,
+        tensor: Tensor | Any,
+        group: Any | None = None,
+        reduce_op: ReduceOp | str | None = "mean",
+    ) -> Tensor | Any:
+        if self._evaluation_lengths is not None and group is None:
+            self._evaluation_lengths.combine_in_step()
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def before_reading(self) -> None:

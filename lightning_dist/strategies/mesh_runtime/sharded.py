@@ -32,7 +32,6 @@ from lightning_dist.strategies.base.callback_order import (
     is_overridden_by_user,
 )
 from lightning_dist.strategies.base.clipping import ClipGradNorm
-from lightning_dist.strategies.base.loaders.lengths import check_evaluation_lengths
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.model_checks import (
     check_callbacks,
@@ -83,9 +82,6 @@ class ShardedStrategy(ShardedPlacement):
     @override
     def connect_loops(self, trainer: pl.Trainer) -> None:
         super().connect_loops(trainer)
-        if self.num_readers > 1:
-            tied = self.mesh.groups("pp", "dp_shard", "tp")
-            self._undo += (check_evaluation_lengths(trainer, tied, self.world_group),)
         if self.mesh.pp == 1:  # those of stages are reduced over the last ones
             self._undo += (reduce_metrics_over(self.module, self.data_group),)
         if self.is_fitting and self.sharded.is_sharded:

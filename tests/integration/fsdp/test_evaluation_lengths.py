@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_dist import FSDPStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy
 from tests.helpers.networks.models import (
     Classifier,
     make_data,
@@ -30,9 +30,20 @@ class ManyLoaders(Classifier):
         super().validation_step(batch, batch_idx)
 
 
+class LogsSteps(Classifier):
+    """Combines a value of all ranks in each step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.model(batch[0]).sum()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+
+
 class Stream(IterableDataset[Any]):
+    def __init__(self, num_samples: int = 16) -> None:
+        self.num_samples = num_samples
+
     def __iter__(self) -> Any:
-        yield from make_data(16)
+        yield from make_data(self.num_samples)
 
 
 def attempt(fn: str, lengths: list[list[int]], strategy: Any, options: Any) -> tuple[str, int]:
@@ -101,3 +112,71 @@ def test_replicas_that_evaluate_more_go_on_training_with_the_others(workers: Wor
     options = {"max_epochs": 5}
     answers = workers.run(2, attempt, "fit", [[1], [3]], {"shard_size": 1}, options, timeout=25)
     assert answers == [("", 10)] * 2
+
+
+def attempt_streams(fn: str, lengths: list[int], strategy: Any, module: Any, options: Any) -> str:
+    stream = Stream(8 * lengths[int(os.environ["RANK"])])
+    trainer = make_trainer(devices=len(lengths), strategy=strategy, **options)
+    try:
+        loaders = DataLoader(stream, batch_size=8)
+        if fn == "fit":
+            trainer.fit(make_module(module), make_loader(16), loaders)
+        else:
+            getattr(trainer, fn)(make_module(module), loaders)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+SHARDS, REPLICAS = FSDPStrategy(timeout_s=20.0), DDPStrategy(timeout_s=20.0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "lengths", "strategy", "module", "message", "options"),
+    [
+        ("fit", [2, 3], SHARDS, Classifier, "ranks [0] (of [0, 1]) have ended after 2 batches", {}),
+        ("fit", [2, 3], SHARDS, Classifier, "", {"limit_val_batches": 2}),
+        ("fit", [3, 2], SHARDS, Classifier, "after 2 batches", {"num_sanity_val_steps": 2}),
+        ("validate", [0, 1], SHARDS, Classifier, "have ended after 0 batches to validate", {}),
+        (
+            "predict",
+            [2, 1],
+            SHARDS,
+            Classifier,
+            "ranks [1] (of [0, 1]) have ended after 1 batch",
+            {},
+        ),
+        ("fit", [1, 2], REPLICAS, Classifier, "", {}),
+        ("fit", [2, 2], REPLICAS, LogsSteps, "", {}),
+        ("fit", [1, 3], REPLICAS, LogsSteps, "have ended after 1 batches to validate", {}),
+        ("validate", [3, 2], REPLICAS, LogsSteps, "have ended after 2 batches to validate", {}),
+    ],
+)
+def test_streams_that_end_before_others_are_refused(
+    workers: WorkerPool,
+    fn: str,
+    lengths: list[int],
+    strategy: Any,
+    module: Any,
+    message: str,
+    options: dict[str, Any],
+) -> None:
+    for text in workers.run(2, attempt_streams, fn, lengths, strategy, module, options):
+        assert message in text
+        assert bool(message) == bool(text)
+
+
+def attempt_steps(lengths: list[int], options: Any) -> str:
+    trainer = make_trainer(devices=2, strategy=DDPStrategy(timeout_s=20.0), **options)
+    loader = make_loader(8 * lengths[int(os.environ["RANK"])])
+    try:
+        trainer.fit(make_module(LogsSteps), make_loader(16), loader)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_combine_a_value_in_steps_have_as_many(workers: WorkerPool) -> None:
+    for text in workers.run(2, attempt_steps, [2, 3], {}):
+        assert "have [2, 3] batches to validate, and combine a value in each step" in text
+    assert workers.run(2, attempt_steps, [2, 3], {"limit_val_batches": 2}) == ["", ""]

@@ -1,8 +1,6 @@
-"""Checks that the loaders of ranks that work together have equally many batches.
+"""Checks that the training loaders of all ranks have equally many batches.
 
-An evaluating rank with more batches would wait in its next forward for others that are past their
-last batch. Replicas that only train together may differ: evaluation ties them by their metrics
-alone. Training loaders of known length are compared when an epoch starts. One that ends before its
+Loaders of known length are compared when an epoch starts. One that ends before its
 ``__len__`` while others go on is found at its end: the rank leaves a note, and checks whether all
 others have left one. Of a loader of unknown length Lightning reads one batch ahead. So a rank knows
 in time that a batch is its last, and the ranks exchange that during the batch.
@@ -10,17 +8,13 @@ in time that a batch is its last, and the ranks exchange that during the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.comms.store_notes import RankNotes
-from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.lightning_loaders import batches_read
 
 _GRACE_SECONDS = 10.0  # the ranks have just been at the same batch, or nearly
@@ -111,40 +105,3 @@ class TrainingLengths:
                 " the gradients of the former for ever. Make `__len__` tell the number of batches,"
                 " or leave it out."
             )
-
-
-def check_evaluation_lengths(
-    trainer: pl.Trainer, tied: Sequence[Sequence[int]], group: dist.ProcessGroup
-) -> Callable[[], None]:
-    """Compares the ranks' evaluation loaders whenever they have been set up.
-
-    ``setup_data`` is the last call that all ranks make: a rank without any batch skips the hooks.
-    The check raises a ``ValueError`` there, before the sanity check too.
-
-    Args:
-        trainer: The trainer, set up to fit or to evaluate.
-        tied: The ranks that compute a forward together, each in one of the sequences.
-        group: A gloo group of all ranks.
-    """
-    fn = trainer.state.fn
-    if fn == TrainerFn.FITTING:
-        loop, verb = trainer.fit_loop.epoch_loop.val_loop, "validate"
-    else:
-        assert fn is not None
-        loop, verb = getattr(trainer, f"{fn.value}_loop"), fn.value
-    short = "val" if verb == "validate" else verb
-    set_up = loop.setup_data
-
-    def set_up_and_check() -> None:
-        set_up()
-        lengths = getattr(trainer, f"num_{short}_batches")  # not cut by the sanity check
-        everyone = gather_objects(list(lengths), group)
-        if any(everyone[rank] != everyone[ranks[0]] for ranks in tied for rank in ranks):
-            shown = [of[0] if len(of) == 1 else of for of in everyone]
-            raise ValueError(
-                f"The ranks have {shown} batches to {verb}, and compute each forward together: the"
-                " ones with more would wait for the others for ever. Use a sampler that shares the"
-                f" samples out evenly, like Lightning's own, or `limit_{short}_batches`."
-            )
-
-    return replace_method(loop, "setup_data", set_up_and_check)
