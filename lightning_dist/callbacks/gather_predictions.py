@@ -66,11 +66,7 @@ class GatherPredictions(BasePredictionWriter):
             parts = _gather(trainer, own)
             values = [value for part, _ in parts for value in part]
             if any(value is not None for value in values):
-                positions: dict[int, int] = {}
-                for position, index in enumerate(i for _, found in parts for i in found):
-                    positions.setdefault(index, position)
-                order = [positions[index] for index in sorted(positions)] or None
-                batches[:] = [_join(values, order)]
+                batches[:] = [_join(values, [index for _, found in parts for index in found])]
 
 
 def _mesh_of(trainer: pl.Trainer) -> MeshShape:
@@ -89,14 +85,20 @@ def _gather(trainer: pl.Trainer, own: Any) -> list[Any]:
     return [part for part in gather_objects(own if is_first else None, group) if part is not None]
 
 
-def _join(values: Sequence[Any], order: list[int] | None) -> Any:
-    """Joins the predictions of batches, and puts the samples in order; None for as they are."""
+def _join(values: Sequence[Any], read: list[int]) -> Any:
+    """Joins the predictions of batches in the order of the data set.
+
+    Args:
+        values: The predictions.
+        read: Index of each sample that was read; none where samples have no index, and predictions
+            stay in order.
+    """
     first = values[0]
     joined: Any
     if isinstance(first, Mapping):
-        return {key: _join([value[key] for value in values], order) for key in first}
+        return {key: _join([value[key] for value in values], read) for key in first}
     if isinstance(first, tuple):
-        parts = [_join(column, order) for column in zip(*values, strict=True)]
+        parts = [_join(column, read) for column in zip(*values, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
     if isinstance(first, Tensor) and all(v.shape[1:] == first.shape[1:] and v.ndim for v in values):
         joined = torch.cat(list(values))
@@ -108,11 +110,16 @@ def _join(values: Sequence[Any], order: list[int] | None) -> Any:
             f"GatherPredictions cannot join {', '.join(sorted(found))}. Return tensors with a row"
             " for each sample and else equal shapes, or a list with an entry for each sample."
         )
-    if order is None:
+    if not read:
         return joined
-    if len(joined) <= max(order):
+    if len(joined) != len(read):
         raise ValueError(
-            f"predict_step has returned {len(joined)} rows or entries, and more samples were read."
-            " Return one for each sample."
+            f"predict_step has returned {len(joined)} rows or entries for {len(read)} samples, so"
+            " GatherPredictions cannot tell whose they are. Return one for each sample: of several,"
+            " a tensor with one more dimension, or a list of lists."
         )
+    positions = {
+        index: position for position, index in reversed(list(enumerate(read)))
+    }  # the first
+    order = [positions[index] for index in sorted(positions)]
     return joined[torch.tensor(order)] if isinstance(joined, Tensor) else [joined[i] for i in order]

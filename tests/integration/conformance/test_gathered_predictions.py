@@ -77,3 +77,33 @@ def refuse() -> str:
 
 def test_samples_without_numbers_are_refused(workers: WorkerPool) -> None:
     assert all("Use a DataLoader" in message for message in workers.run(2, refuse))
+
+
+class Several(Synced):
+    """Predicts another number of rows than it has samples."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = super().predict_step(batch, batch_idx)
+        return rows.repeat_interleave(2, 0) if batch_idx == 0 else rows
+
+
+def refuse_rows(devices: int) -> str:
+    strategy = DDPStrategy() if devices > 1 else "auto"
+    trainer = make_trainer(
+        devices=devices,
+        strategy=strategy,
+        use_distributed_sampler=True,
+        callbacks=[GatherPredictions()],
+    )
+    with pytest.raises(ValueError, match="cannot tell whose they are") as error:
+        trainer.predict(make_module(Several), DataLoader(make_data(8), batch_size=2))
+    return str(error.value)
+
+
+def test_other_numbers_of_rows_are_refused(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for message in workers.run(2, refuse_rows, 2):
+        assert "12 rows or entries for 8 samples" in message
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert "10 rows or entries for 8 samples" in refuse_rows(1)
