@@ -30,7 +30,7 @@ class ShardedWeightAveraging(pl.Callback):
 
     The callback works under every strategy of this package and on a single device; under
     ``DDPStrategy`` with ``sync_every=1``. Buffers are not averaged: the average goes with the
-    latest running statistics.
+    latest running statistics. Nor are parameters of integers, as of a quantised layer.
 
     Args:
         decay: Share of the average that is kept in an update, in [0, 1).
@@ -118,8 +118,11 @@ class ShardedWeightAveraging(pl.Callback):
         if parameters.keys() != self._averages.keys():
             self._follow_moved_layers(module)
         for name, parameter in parameters.items():
-            average = local_part(self._averages[name])
-            average.lerp_(local_part(parameter.detach()), share_of_new)
+            average, latest = local_part(self._averages[name]), local_part(parameter.detach())
+            if average.is_floating_point() or average.is_complex():
+                average.lerp_(latest, share_of_new)
+            else:
+                average.copy_(latest)
         self._num_updates += 1
 
     def _follow_moved_layers(self, module: pl.LightningModule) -> None:

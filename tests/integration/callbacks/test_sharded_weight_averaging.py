@@ -245,6 +245,25 @@ def test_layers_may_move_before_the_first_average_only(has_averaged: bool) -> No
             at_next()
 
 
+def test_integers_are_not_averaged() -> None:
+    module = L.LightningModule()
+    for name, dtype in (("real", torch.float64), ("complex", torch.complex128)):
+        setattr(module, name, nn.Parameter(torch.zeros(2, dtype=dtype)))
+    for name, kind in (("codes", torch.int8), ("flags", torch.bool)):
+        value = nn.Parameter(torch.zeros(2, dtype=kind), requires_grad=False)
+        setattr(module, name, value)
+    trainer: Any = SimpleNamespace(global_step=0, strategy=None)
+    averaging = ShardedWeightAveraging(decay=0.5)
+    averaging.on_train_start(trainer, module)
+    for step in (1, 2):
+        for parameter in module.parameters():
+            parameter.data.fill_(step)
+        trainer.global_step = step
+        averaging.on_train_batch_end(trainer, module, None, None, step)
+    found = {name: average.tolist() for name, average in averaging.averages.items()}
+    assert found == {"real": [1.5] * 2, "complex": [1.5] * 2, "codes": [2] * 2, "flags": [True] * 2}
+
+
 def test_replicas_that_step_on_their_own_are_refused() -> None:
     averaging, module = ShardedWeightAveraging(), make_module(Synced)
     with pytest.raises(ValueError, match="sync_every=4.*sync_every=1"):
