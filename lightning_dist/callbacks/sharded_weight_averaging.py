@@ -107,9 +107,13 @@ class ShardedWeightAveraging(pl.Callback):
             self._end_step(pl_module, step)
 
     def _end_step(self, pl_module: pl.LightningModule, step: int) -> None:
-        self._last_step = step
-        if step > self._start_at_step and (step - self._start_at_step) % self._every_n_steps == 0:
+        before, self._last_step = self._last_step, step
+        if self._updates_due(step) > self._updates_due(before):
             self._update(pl_module)
+
+    def _updates_due(self, step: int) -> int:
+        """Counts the updates up to a step; with several optimizers a batch has several steps."""
+        return max(step - self._start_at_step, 0) // self._every_n_steps
 
     @torch.no_grad()
     def _update(self, module: pl.LightningModule) -> None:

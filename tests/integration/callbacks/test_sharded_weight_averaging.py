@@ -264,6 +264,22 @@ def test_integers_are_not_averaged() -> None:
     assert found == {"real": [1.5] * 2, "complex": [1.5] * 2, "codes": [2] * 2, "flags": [True] * 2}
 
 
+def test_steps_that_are_counted_by_several_are_averaged() -> None:
+    """With two optimizers each batch has two steps, and some multiples are never met."""
+    module = L.LightningModule()
+    module.weight = nn.Parameter(torch.zeros(1))
+    trainer: Any = SimpleNamespace(global_step=0, strategy=None)
+    averaging = ShardedWeightAveraging(decay=0.5, every_n_steps=2, start_at_step=1)
+    averaging.on_train_start(trainer, module)
+    found = []
+    for batch in range(4):
+        trainer.global_step += 2
+        module.weight.data.fill_(batch)
+        averaging.on_train_batch_end(trainer, module, None, None, batch)
+        found += [float(average) for average in averaging.averages.values()]
+    assert found == [1.0, 1.5, 2.25]  # behind the steps 4, 6 and 8, as 3, 5 and 7 were met
+
+
 def test_replicas_that_step_on_their_own_are_refused() -> None:
     averaging, module = ShardedWeightAveraging(), make_module(Synced)
     with pytest.raises(ValueError, match="sync_every=4.*sync_every=1"):
