@@ -152,11 +152,11 @@ class ShardedWeightAveraging(pl.Callback):
         self._are_shown = not self._are_shown
 
     @override
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._swap(pl_module)
 
     @override
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._swap(pl_module)
 
     @override
@@ -193,14 +193,15 @@ class ShardedWeightAveraging(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if self.averages:
-            latest = checkpoint["state_dict"]
-            checkpoint["current_model_state"] = latest
-            checkpoint["state_dict"] = {**latest, **self._by_each_name(pl_module, latest)}
+            shown = checkpoint["state_dict"]
+            other = {**shown, **self._by_each_name(pl_module, shown)}
+            averages, latest = (shown, other) if self._are_shown else (other, shown)
+            checkpoint |= {"state_dict": averages, "current_model_state": latest}
 
     def _by_each_name(
         self, module: pl.LightningModule, saved: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """Returns the averages by all names that are saved; a tied parameter has several."""
+        """Returns what is kept here by all names that are saved; a tied parameter has several."""
         averages, first_names = self.averages, {p: n for n, p in module.named_parameters()}
         named = module.named_parameters(remove_duplicate=False)
         return {name: averages[first_names[p]] for name, p in named if name in saved}

@@ -16,7 +16,13 @@ from lightning_dist import DDPStrategy, ParameterServerStrategy, PipelineStrateg
 from lightning_dist.callbacks import ShardedWeightAveraging
 from lightning_dist.checkpoint import load_full
 from tests.helpers.networks.foreach import foreach_by_default
-from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
+from tests.helpers.networks.models import (
+    make_data,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.conformance.common import (
     STEPS_OF_AN_EPOCH,
@@ -240,9 +246,81 @@ def test_layers_may_move_before_the_first_average_only(has_averaged: bool) -> No
         step()
         assert averaging.averages.keys() == dict(module.named_parameters()).keys()
         return
-    for at_next in (step, lambda: averaging.on_validation_epoch_start(trainer, module)):
+    for at_next in (step, lambda: averaging.on_validation_start(trainer, module)):
         with pytest.raises(ValueError, match="This rank has other layers than before"):
             at_next()
+
+
+class CallsItself(Kept):
+    """Calls its model in the hooks around a validation, and keeps what it gives."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seen: list[Tensor] = []
+
+    def _call(self) -> None:
+        with torch.no_grad():
+            self.seen.append(self.model(make_data(4).tensors[0]))
+
+    def on_validation_start(self) -> None:
+        self._call()
+
+    def on_validation_epoch_end(self) -> None:
+        self._call()
+
+
+def fit_calling(name: str | None) -> tuple[list[Tensor], dict[str, Tensor], Any]:
+    module = make_module(CallsItself)
+    averaging = ShardedWeightAveraging(DECAY, start_at_step=2)
+    trainer, entry = trainer_of(name, max_epochs=2, callbacks=[averaging])
+    trainer.fit(module, *loaders_of(trainer, entry))
+    return module.seen, state_of(module), module.history
+
+
+def test_hooks_around_a_validation_see_the_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    seen, _, history = fit_calling(None)
+    module = make_module(Synced)
+    for epoch in range(2):
+        module.load_state_dict(averaged(history[: STEPS_OF_AN_EPOCH * (epoch + 1)]))
+        expected = module.model(make_data(4).tensors[0]).detach()
+        for at_start_or_end in seen[2 * epoch : 2 * epoch + 2]:
+            assert float((at_start_or_end - expected).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["fsdp-2", "pipeline-gpipe-2"])
+def test_a_model_that_is_called_at_its_end_trains_on_with_the_latest_weights(
+    workers: WorkerPool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected, state, _ = fit_calling(None)
+    ranks = workers.run(2, fit_calling, name)
+    for seen, _, _ in ranks:
+        for found, value in zip(seen, expected, strict=True):
+            assert float((found - value).abs().max()) < TOLERANCE
+    assert_close(joined([own for _, own, _ in ranks]), state)
+
+
+class SavesInValidation(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_of_a_validation_has_the_averages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    module, path = make_module(Kept, optimizer="adamw"), tmp_path / "some.ckpt"
+    averaging = ShardedWeightAveraging(DECAY, start_at_step=2)
+    callbacks = [averaging, SavesInValidation(path)]
+    trainer, entry = trainer_of(None, max_epochs=2, callbacks=callbacks)
+    trainer.fit(module, *loaders_of(trainer, entry))
+    saved = load_full(path)
+    assert_close(saved["state_dict"], averaged(module.history))
+    assert_close(saved["current_model_state"], module.history[-1])
 
 
 def test_integers_are_not_averaged() -> None:
