@@ -23,6 +23,7 @@ from lightning_dist.engine.checkpoint.background import BackgroundSaves
 from lightning_dist.engine.checkpoint.joint_save import JointSave
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.distributed import DistributedStrategy
+from lightning_dist.strategies.base.saving.lonely_saves import note_lonely_save
 
 
 class AsyncSaving(DistributedStrategy):
@@ -52,6 +53,11 @@ class AsyncSaving(DistributedStrategy):
             self._saves = BackgroundSaves(group, self.root_device)
             undo = lightning_internals.replace_links(self.module.trainer, self._link)
             self._undo_callbacks.callback(undo)
+
+    @override
+    def annotate(self, exception: BaseException) -> None:
+        super().annotate(exception)
+        note_lonely_save(exception)
 
     def write_state(
         self, path: str, state: Any, write: Callable[[dist.ProcessGroup | None, Any], None]
