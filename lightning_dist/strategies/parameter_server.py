@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -43,7 +44,7 @@ from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
-from lightning_dist.strategies.base.model_checks import check_learning_rates
+from lightning_dist.strategies.base.model_checks import check_learning_rates, check_own_averages
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
@@ -139,6 +140,8 @@ class ParameterServerStrategy(DataParallelStrategy):
             checks.check_served_module(self.module)
             if not self._shares_steps:
                 checks.check_own_steps(self.module, has_layer_sync=self._layer_sync is not None)
+                if self.world_size > 1:
+                    check_own_averages(trainer, (WeightAveraging,))
 
     @override
     def print_summary(self) -> None:

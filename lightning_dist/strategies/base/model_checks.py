@@ -47,6 +47,23 @@ def check_callbacks(trainer: pl.Trainer) -> None:
             )
 
 
+def check_own_averages(trainer: pl.Trainer, kinds: tuple[type[pl.Callback], ...]) -> None:
+    """Checks that no callback averages weights which differ between ranks.
+
+    Args:
+        trainer: The trainer.
+        kinds: The callbacks that average at moments when weights differ.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, kinds):
+            raise ValueError(
+                f"{type(callback).__name__} averages the weights of each rank, and under this"
+                " strategy ranks step apart, so that they would end with different averages. Let"
+                " them step together (DDPStrategy(), or mode='sync' of a parameter server), or"
+                " leave the callback out."
+            )
+
+
 def check_finetuning(trainer: pl.Trainer) -> None:
     """Checks that no callback adds parameter groups according to a rank's part of the model."""
     if any(isinstance(callback, BackboneFinetuning) for callback in callbacks_of(trainer)):

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,7 +24,7 @@ from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterSteps
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions
-from lightning_dist.strategies.base.model_checks import check_learning_rates
+from lightning_dist.strategies.base.model_checks import check_learning_rates, check_own_averages
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 
@@ -48,6 +49,12 @@ class LocalReplicas(DataParallelStrategy):
     @override
     def view(self) -> RankView:
         return replace(super().view(), local_steps=self._local_config.sync_every - 1)
+
+    @override
+    def check_run(self, trainer: pl.Trainer) -> None:
+        super().check_run(trainer)
+        if self.is_fitting and self.mesh.data_size > 1 and self.view().local_steps:
+            check_own_averages(trainer, (WeightAveraging, StochasticWeightAveraging))
 
     @override
     def open_session(self, trainer: pl.Trainer) -> None:

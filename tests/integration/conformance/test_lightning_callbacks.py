@@ -16,12 +16,19 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_dist import PipelineStrategy
+from lightning_dist import (
+    DDPStrategy,
+    HogwildStrategy,
+    ParameterServerStrategy,
+    PipelineStrategy,
+)
 from tests.helpers.networks.models import (
     Classifier,
     ConvLayer,
+    make_loader,
     make_module,
     make_optimizer,
     make_trainer,
@@ -174,3 +181,53 @@ def test_shards_are_tuned_as_on_a_single_device(
         for resumes, (state, metrics) in zip((False, True), rank, strict=True):
             assert_close(state, expected[f"finetuning-{resumes}"][0])
             assert metrics == pytest.approx(expected[f"finetuning-{resumes}"][1], abs=1e-12)
+
+
+APART: dict[str, Callable[[], Strategy]] = {
+    "local": partial(DDPStrategy, sync_every=4),
+    "server": partial(ParameterServerStrategy, "async"),
+    "hogwild": HogwildStrategy,
+}
+
+
+def average_apart(name: str) -> dict[str, str]:
+    found = {}
+    for callback in ("ema", "averaging", "swa"):
+        trainer = make_trainer(
+            devices=2, strategy=APART[name](), callbacks=[CALLBACKS[callback]()], max_epochs=3
+        )
+        module = make_module(Synced)
+        try:
+            trainer.fit(module, make_loader(16), make_loader(8))
+            found[callback] = str({n: float(p.sum()) for n, p in state_of(module).items()})
+        except ValueError as error:
+            found[callback] = str(error)
+    return found
+
+
+@pytest.mark.some("local", "server")
+@pytest.mark.parametrize("name", APART)
+def test_averages_of_ranks_that_step_apart_are_refused(workers: WorkerPool, name: str) -> None:
+    first, second = workers.run(2, average_apart, name)
+    assert first == second
+    for callback in ("ema", "averaging"):
+        assert "under this strategy ranks step apart" in first[callback]
+    # The other one averages at ends of epochs, where servers and shared weights are the same.
+    assert ("ranks step apart" in first["swa"]) == (name == "local")
+
+
+def test_one_rank_has_no_other_average(workers: WorkerPool, expected: dict[str, Any]) -> None:
+    (found,) = workers.run(1, fit_alone)
+    assert_close(found, expected["ema-False"][0])
+
+
+def fit_alone() -> dict[str, Tensor]:
+    module = make_module(Tuned, tunes=False)
+    trainer = make_trainer(
+        devices=1,
+        strategy=DDPStrategy(sync_every=4),
+        callbacks=[CALLBACKS["ema"]()],
+        max_epochs=2,
+    )
+    trainer.fit(module, *loaders_of(trainer, None))
+    return state_of(module)
