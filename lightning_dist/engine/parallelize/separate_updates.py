@@ -41,8 +41,8 @@ def check_separate_updates(optimizer: Optimizer, holder: str) -> None:
         )
     if _are_coupled(optimizer):
         raise ValueError(
-            f"{kind} updates a parameter by the gradients of others too, by a norm of all say, and"
-            f" a {holder} has its own gradients only. Use DDPStrategy or FSDPStrategy, or an"
+            f"{kind} updates a parameter by the gradients of others too, by a norm or an estimate,"
+            f" and a {holder} has its own gradients only. Use DDPStrategy or FSDPStrategy, or an"
             " optimizer that updates each parameter by itself."
         )
 

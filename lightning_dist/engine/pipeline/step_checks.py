@@ -265,7 +265,7 @@ def check_calls(own: CallNotes, last: CallNotes, stages: Sequence[int]) -> None:
                     f" memory; or use DDPStrategy or FSDPStrategy. On stage {stage} `training_step`"
                     " calls the pipelined module with other values than on the last stage: each"
                     " stage runs the step up to that call, once for each micro-batch, and the last"
-                    " stage alone runs the rest."
+                    " stage alone runs the rest. (With read='each' all ranks must draw the same.)"
                 )
 
 

@@ -82,7 +82,7 @@ class Updates:
         self._tied = tied
         self._on_update = on_update
         self._norms = norms
-        self._is_in_step = False
+        self._is_in_step = self._has_run = False
         self._spent = SpentGradients(module)
         self._history = HyperparameterHistory(
             None
@@ -91,7 +91,18 @@ class Updates:
         )
 
     def begin_batch(self) -> None:
-        """Makes room for the gradients of a batch."""
+        """Makes room for the gradients of a batch.
+
+        Raises:
+            ValueError: An optimizer runs an asynchronous batch twice.
+        """
+        if self._pipeline.asynchronous and self._has_run:
+            raise ValueError(
+                "The optimizer has called its closure twice in a step, as SAM does. An asynchronous"
+                " schedule runs each batch once, and applies an earlier one's gradients. Use a"
+                " synchronous schedule like '1f1b', or an optimizer that takes one gradient."
+            )
+        self._has_run = self._is_in_step
         self._spent.drop()
 
     def backward(self, loss: Tensor, *, accumulating: bool) -> Tensor:
@@ -152,7 +163,7 @@ class Updates:
         Returns:
             The return value of ``closure`` or of ``apply``, whichever was called.
         """
-        self._is_in_step = True
+        self._is_in_step, self._has_run = True, False
         try:
             with self._norms():
                 return self._step(optimizer, closure, apply)

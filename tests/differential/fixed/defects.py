@@ -53,10 +53,11 @@ DEFECTS: dict[str, Fixed] = {
         Case("pipedream", optimizer="counting_tensor", scheduler="exponential_step")
     ),
     "one estimate for all parameters": Fixed(
-        Case("1f1b", optimizer="one_estimate", callbacks=("every_steps",)), refusal="'d'"
+        Case("1f1b", optimizer="one_estimate", callbacks=("every_steps",)),
+        refusal="gradients of others",
     ),
     "one estimate for all parameters, pipedream": Fixed(
-        Case("pipedream", optimizer="one_estimate"), refusal="'d'"
+        Case("pipedream", optimizer="one_estimate"), refusal="gradients of others"
     ),
     # --- parameters that the step uses, and hooks of parameters ----------------------------------
     "the step scales logits, pipedream": Fixed(Case("pipedream", model="scale")),

@@ -372,15 +372,36 @@ class Decaying(Classifier):
         return F.cross_entropy(self.model(batch[0] + self.noise), batch[1])
 
 
-KINDS = {"LBFGS": Quasi, "norm": Normed, "memory": Memorising, "twice": Decaying}
+class TwiceSGD(torch.optim.SGD):
+    """Evaluates a batch again behind a first step, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        super().step()
+        return super().step(closure)
+
+
+class EvaluatingTwice(Classifier):
+    def configure_optimizers(self) -> Any:
+        return TwiceSGD(self.parameters(), lr=0.1)
+
+
+KINDS = {
+    "LBFGS": Quasi,
+    "norm": Normed,
+    "memory": Memorising,
+    "changes": Decaying,
+    "closure": EvaluatingTwice,
+}
+SCHEDULES = {"changes": "zbv", "closure": "pipedream"}
 
 
 def refused(kind: str) -> tuple[str, str]:
     module = make_module(KINDS.get(kind, Classifier))
     callbacks = [EMAWeightAveraging()] if kind == "EMA" else []
     try:
-        options = {"schedule": "zbv"} if kind == "twice" else {}
-        trainer = make_trainer(2, callbacks=callbacks, **options)
+        trainer = make_trainer(2, SCHEDULES.get(kind, "1f1b"), callbacks=callbacks)
         trainer.fit(module, make_loader(), make_loader(8))
     except Exception as error:
         return type(error).__name__, str(error)
@@ -394,7 +415,8 @@ def refused(kind: str) -> tuple[str, str]:
         ("LBFGS", "LBFGS"),
         ("norm", "by the gradients of others"),
         ("memory", "keep nothing of a step for the next"),
-        ("twice", "in hooks such as `on_train_batch_start`"),
+        ("closure", "has called its closure twice"),
+        ("changes", "in hooks such as `on_train_batch_start`"),
     ],
 )
 def test_what_cannot_be_done_is_refused(workers: WorkerPool, kind: str, message: str) -> None:

@@ -288,8 +288,9 @@ def _refuse_fixed_batch(program: ExportedProgram, call: Call) -> None:
     if len(errors) == 2:
         raise ValueError(
             f"The forward takes the batch size for a constant, {call.batch_size} as in the example,"
-            f" but micro-batches are of other sizes{_fixed_at(program)}. Take the size from the"
-            " tensor, as in `x.view(x.shape[0], -1)` or `x.flatten(1)`; `len(x)` gives a constant."
+            f" but micro-batches, and last batches, may have other sizes{_fixed_at(program)}. Take"
+            " the size from the tensor, as in `x.view(x.shape[0], -1)` or `x.flatten(1)`; `len(x)`"
+            " gives a constant."
             " Where dim 0 is time (`batch_first=False`), lay batches out as [samples, time, ...]."
             f" Of a larger batch the trace says: {errors[0]}"
         )

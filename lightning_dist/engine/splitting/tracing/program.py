@@ -281,6 +281,17 @@ class TraceProgram:
         self._current = self._trace_for(form, parts)
         return self._current.check.check(call)
 
+    def same_graph(self) -> Callable[[], None]:
+        """Returns a function that goes back to the graph of the latest call, behind later ones."""
+        current = self._current
+
+        def go_back() -> None:
+            if current not in self._segments:  # it has been dropped meanwhile
+                self._segments[current] = self._cut(current)
+            self._current = current
+
+        return go_back
+
     def run(self, index: int, values: Any, parameters: Mapping[str, Tensor]) -> Any:
         """Runs a layer by the graph of the latest call."""
         segment = self._segments[self._current][index]

@@ -142,7 +142,17 @@ class TracedLayers(LayerSequence):
         return layer.named_tensors()
 
     @override
+    def layer_input(
+        self, is_first: bool, received: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Any:
+        value = super().layer_input(is_first, received, arguments, keywords)
+        # A backward that runs the layers again may come behind a later call, of another graph.
+        return self._sequence.program.same_graph(), value
+
+    @override
     def run(self, stage: nn.Module, value: Any) -> Any:
+        go_back, value = value
+        go_back()
         if self.compiler.is_paused:
             warnings.warn(
                 "torch.compile does not reach the layers of a traced model on stages, so they run"

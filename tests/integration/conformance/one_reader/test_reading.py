@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,7 +27,6 @@ from tests.integration.conformance.one_reader.common import (
     NUM_SAMPLES,
     STRATEGIES,
     Noisy,
-    Watching,
 )
 
 
@@ -155,19 +155,28 @@ def test_the_reader_is_no_further_ahead_than_the_pipeline_is_deep(
     assert max(max(of) for of in leads) <= devices
 
 
-def read_each() -> Any:
-    data, watching = Noisy(), Watching()
-    strategy = PipelineStrategy(num_microbatches=2, read="each")
-    trainer = make_trainer(devices=2, strategy=strategy, callbacks=[watching])
+def read_each(draws_alone: bool) -> Any:
     L.seed_everything(5, verbose=False)
-    trainer.fit(make_module(Synced), DataLoader(data, BATCH_SIZE, shuffle=True), make_loader(8))
-    return watching.batches, data.num_read
+    if draws_alone and os.environ["RANK"] == "1":
+        torch.rand(())
+    data = Noisy()
+    strategy = PipelineStrategy(num_microbatches=2, read="each")
+    trainer = make_trainer(devices=2, strategy=strategy)
+    loader = DataLoader(data, BATCH_SIZE, shuffle=True)
+    try:
+        trainer.fit(make_module(Synced), loader, make_loader(8))
+    except Exception as error:
+        return f"{error} {error.__cause__}"
+    return data.num_read, trainer.global_step
 
 
 def test_each_rank_can_read_for_itself(workers: WorkerPool) -> None:
-    (batches, num_read), (others, others_read) = workers.run(2, read_each)
-    assert num_read == others_read == NUM_SAMPLES
-    assert len(batches["train"]) == len(others["train"])
+    assert workers.run(2, read_each, False) == [(NUM_SAMPLES, NUM_SAMPLES // BATCH_SIZE)] * 2
+
+
+def test_ranks_that_draw_other_batches_are_refused(workers: WorkerPool) -> None:
+    errors = workers.run(2, read_each, True)
+    assert all("With read='each' all ranks must draw the same" in error for error in errors)
 
 
 @pytest.mark.parametrize("strategy", [PipelineStrategy, TensorParallelStrategy, MeshStrategy])

@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.cut import cut, layers_of
-from lightning_dist.engine.splitting.tracing.sequence import TracedSequence, sequence_of
+from lightning_dist.engine.splitting.tracing.sequence import (
+    TracedLayers,
+    TracedSequence,
+    sequence_of,
+)
 from tests.helpers.networks.traced_models import ResNet, UNet
 
 
@@ -262,3 +266,29 @@ def test_operators_with_gradients_of_their_own_are_traced(sign: float) -> None:
         gradients = torch.autograd.grad(output.square().sum(), list(each.parameters()))
         results.append((output, gradients))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-14)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x) * self.scale)
+        return result
+
+
+def test_layers_run_again_by_their_own_call_s_graph() -> None:
+    module = Scaled()
+    original = copy.deepcopy(module)
+    x = torch.linspace(-1, 2, 12).reshape(4, 3)
+    sequence = TracedSequence(module, (x,), {})
+    layers = TracedLayers(sequence)
+    given = []
+    for scale in (1.0, 2.0, *(3.0 + number for number in range(9))):  # more than are kept
+        module.scale = scale
+        leaves = sequence.program.begin((x,), {})
+        given.append((scale, layers.layer_input(True, None, (leaves,), {})))
+    for original.scale, value in given:
+        torch.testing.assert_close(layers.run(sequence, value), original(x))
