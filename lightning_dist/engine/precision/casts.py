@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.tensors.patch import hooks_of
+from lightning_dist.engine.tensors.patch import TracedHook, hooks_of
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 
@@ -61,11 +60,11 @@ class HalfCasts:
 
     def _cast_input(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         """Casts the module's input to a dtype, or to that of its present weights."""
-        hook = partial(_cast_arguments, dtype)
+        hook = TracedHook(_cast_arguments, dtype)
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _cast_output(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._handles.append(module.register_forward_hook(partial(_cast_result, dtype)))
+        self._handles.append(module.register_forward_hook(TracedHook(_cast_result, dtype)))
 
 
 # The hooks are partial functions of these, not closures: modules are pickled.

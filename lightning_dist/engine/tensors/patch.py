@@ -25,6 +25,10 @@ Undo: TypeAlias = Callable[[], None]
 """Undoes a change; returned by the function that makes the change."""
 
 
+class TracedHook(partial[Any]):
+    """A forward hook that graphs need not call: they have been traced with it."""
+
+
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """Returns a module's forward hooks and forward pre-hooks, as dicts that may be changed."""
     return module._forward_hooks, module._forward_pre_hooks

@@ -102,7 +102,7 @@ def test_what_is_computed_again_is_half_again() -> None:
     assert_equal(fit("auto", 1, Asked(), Forgetful).state, expected().state)
 
 
-@pytest.mark.some("gpipe-*", "mesh, in parts-*")
+@pytest.mark.some("gpipe-*", "mesh, in parts-*", "traced-*")
 @pytest.mark.parametrize(
     ("name", "shares", "num_microbatches"),
     [

@@ -47,7 +47,7 @@ from lightning_dist.engine.splitting.tracing.reads import (
 )
 from lightning_dist.engine.splitting.tracing.segment import Segment, cut_graph
 from lightning_dist.engine.splitting.tracing.structure import Structure
-from lightning_dist.engine.tensors.patch import hooks_of
+from lightning_dist.engine.tensors.patch import TracedHook, hooks_of
 
 _TRACED_ON = torch.device("cpu")
 _MAX_GRAPHS = 8  # enough unless a number changes at each step
@@ -312,7 +312,11 @@ def _without_graph(call: Call) -> Call:
 
 def _refuse_hooks(parts: Parts) -> None:
     """Checks that no part has forward hooks, which a graph does not run."""
-    names = [name for name, part in parts.items() if name and any(hooks_of(part))]
+    names = [
+        name
+        for name, part in parts.items()
+        if name and any(not isinstance(h, TracedHook) for hs in hooks_of(part) for h in hs.values())
+    ]
     if names:
         raise ValueError(
             f"{names} have forward hooks, which a graph does not call. Return what they collect"
