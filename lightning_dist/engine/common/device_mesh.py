@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -42,3 +43,21 @@ def axis(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
     """Returns this rank's part of a mesh along those of some axes that exist; None if none does."""
     present = tuple(name for name in names if name in (mesh.mesh_dim_names or ()))
     return mesh[present] if present else None
+
+
+def forget_meshes() -> None:
+    """Clears what torch keeps by mesh, when a world has ended.
+
+    A later mesh may be equal to an earlier one, but has other process groups: tensors would be
+    computed on a mesh whose groups do not exist any more. torch has no public name for that.
+    """
+    redistribution = sys.modules.get("torch.distributed.tensor._redistribute")
+    if redistribution is None:  # no tensor has been sharded
+        return
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    redistribution._planner_cache.clear()
+    redistribution._gen_transform_infos.cache_clear()
+    costs = sys.modules["torch.distributed.tensor._collective_utils"]
+    costs.MeshTopoInfo.build_from_mesh.cache_clear()

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist.engine.common.device_mesh import build_mesh
+from lightning_dist.engine.common.device_mesh import build_mesh, forget_meshes
 from lightning_dist.engine.common.mesh_shape import MeshShape
 
 
@@ -76,6 +76,7 @@ def pool_of_world() -> GroupPool:
 def forget_worlds() -> None:
     """Drops the pools of all worlds; their meshes hold the worlds, so none would end by itself."""
     _POOLS.clear()
+    forget_meshes()
 
 
 # Trainers of a process know nothing of each other; they share the world only.

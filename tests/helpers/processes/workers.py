@@ -17,7 +17,6 @@ import gc
 import multiprocessing
 import os
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -252,7 +251,7 @@ def _run_case(
         if dist.is_initialized():
             groups += list(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
-            _forget_meshes()
+            _forget_worlds()
         os.environ.clear()  # a seed that a case has set, for one, is not for the next
         os.environ.update(before)
 
@@ -268,21 +267,10 @@ def _release(groups: list[Any]) -> None:
         thread.join()
 
 
-def _forget_meshes() -> None:
-    """Clears what is kept by mesh: the next case's may be equal, but its groups are others."""
+def _forget_worlds() -> None:
     from lightning_dist.engine.comms.group_pool import forget_worlds
 
     forget_worlds()
-    redistribution = sys.modules.get("torch.distributed.tensor._redistribute")
-    if redistribution is None:
-        return
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
-    redistribution._planner_cache.clear()
-    redistribution._gen_transform_infos.cache_clear()
-    costs = sys.modules["torch.distributed.tensor._collective_utils"]
-    costs.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 # What Lightning and torch themselves warn about; anything else is an error in the workers too.

@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.distributed.tensor import DTensor, _redistribute
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_dist.engine.common.device_mesh import forget_meshes
 from lightning_dist.engine.tensors.observers import OperationWatch, Watch
 
 
@@ -50,10 +50,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = say_error  # torch's names the rank
-        # A later mesh may be equal, but has other process groups.
-        _clear_sharding_prop_cache()
-        _redistribute._planner_cache.clear()
-        _redistribute._gen_transform_infos.cache_clear()
+        forget_meshes()
 
 
 @contextmanager
