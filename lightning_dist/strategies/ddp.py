@@ -15,7 +15,6 @@ from typing import Any, Unpack
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -208,26 +207,10 @@ class DDPStrategy(LocalReplicas):
     # --- collectives in steps ----------------------------------------------------------------
 
     @override
-    def reduce(
-        self,
-        tensor: Tensor | Any,
-        group: Any | None = None,
-        reduce_op: ReduceOp | str | None = "mean",
-    ) -> Tensor | Any:
-        return super().reduce(tensor, group or self._step_group, reduce_op)
-
-    @override
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        if group is None or group is dist.group.WORLD:
-            group = self._step_group
-        return super().all_gather(tensor, group, sync_grads)
-
-    @property
-    def _step_group(self) -> dist.ProcessGroup | None:
-        """The ranks that take part in the present training step, if these are not all."""
-        return self._uneven.step_group if self._uneven is not None else None
+    def reduction_group(self, tensor: Tensor) -> dist.ProcessGroup:
+        # While a step runs, those of the replicas that take part in it.
+        present = None if self._uneven is None else self._uneven.step_group
+        return present or super().reduction_group(tensor)
 
     # --- steps -------------------------------------------------------------------------------
 

@@ -105,13 +105,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, tensor.contiguous(), group=group)
+        ctx.group, own = group, tensor.contiguous()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own, group=group)
         return torch.stack(parts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone()
+        total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None

@@ -342,9 +342,10 @@ class ProcessMesh(ParallelStrategy):
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         tensor = whole(tensor)  # a hook may have computed it of shards, as a gradient's norm
-        return reduce_tensor(tensor, group or self._data_group_for(tensor), reduce_op)
+        return reduce_tensor(tensor, group or self.reduction_group(tensor), reduce_op)
 
-    def _data_group_for(self, tensor: Tensor) -> dist.ProcessGroup:
+    def reduction_group(self, tensor: Tensor) -> dist.ProcessGroup:
+        """Returns the group over which a value is combined where none is named."""
         # A GPU's values stay there, so that logging does not wait for the GPU.
         is_here = tensor.device.type == "cpu"
         return self.data_group if is_here else self.device_group(*DATA_AXES).group
@@ -367,9 +368,9 @@ class ProcessMesh(ParallelStrategy):
             return tensor
         # `LightningModule.all_gather` names the group of all ranks where the user names none.
         if group is None or group is dist.group.WORLD:
-            group = self._data_group_for(tensor)
-            if dist.get_world_size(group) == 1:  # one replica sees what one device does
+            if dist.get_world_size(self.data_group) == 1:  # one replica sees what one device does
                 return tensor
+            group = self.reduction_group(tensor)
         return gather_tensor(tensor, group, sync_grads=sync_grads)
 
     @override

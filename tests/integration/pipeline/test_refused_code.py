@@ -1,0 +1,108 @@
+"""What steps and optimizers cannot do on stages is refused, with the cause."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor
+
+from lightning_dist import PipelineStrategy
+from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.processes.workers import WorkerPool
+
+
+class Quasi(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NormedSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
+        super().step()
+        return loss
+
+
+class Normed(Classifier):
+    def configure_optimizers(self) -> Any:
+        return NormedSGD(self.parameters(), lr=0.1)
+
+
+class Memorising(Classifier):
+    """Uses what the last step's output was, as a Transformer-XL does."""
+
+    memory: Any = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.model(batch[0] + self.memory)
+        self.memory = output.detach().mean()
+        return F.cross_entropy(output, batch[1])
+
+
+class Decaying(Classifier):
+    """Changes a number in each run of a step."""
+
+    noise = 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.noise *= 0.9
+        return F.cross_entropy(self.model(batch[0] + self.noise), batch[1])
+
+
+class TwiceSGD(torch.optim.SGD):
+    """Evaluates a batch again behind a first step, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        super().step()
+        return super().step(closure)
+
+
+class EvaluatingTwice(Classifier):
+    def configure_optimizers(self) -> Any:
+        return TwiceSGD(self.parameters(), lr=0.1)
+
+
+KINDS = {
+    "LBFGS": Quasi,
+    "norm": Normed,
+    "memory": Memorising,
+    "changes": Decaying,
+    "closure": EvaluatingTwice,
+}
+SCHEDULES = {"changes": "zbv", "closure": "pipedream"}
+
+
+def refused(kind: str) -> tuple[str, str]:
+    module = make_module(KINDS.get(kind, Classifier))
+    callbacks = [EMAWeightAveraging()] if kind == "EMA" else []
+    try:
+        strategy = PipelineStrategy(schedule=SCHEDULES.get(kind, "1f1b"))
+        trainer = make_trainer(devices=2, strategy=strategy, callbacks=callbacks)
+        trainer.fit(module, make_loader(), make_loader(8))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("EMA", "EMAWeightAveraging"),
+        ("LBFGS", "LBFGS"),
+        ("norm", "by the gradients of others"),
+        ("memory", "keep nothing of a step for the next"),
+        ("closure", "has called its closure twice"),
+        ("changes", "in hooks such as `on_train_batch_start`"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(workers: WorkerPool, kind: str, message: str) -> None:
+    for error, text in workers.run(2, refused, kind):
+        assert error == "ValueError", (error, text)
+        assert message in text
