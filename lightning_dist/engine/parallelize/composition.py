@@ -39,7 +39,7 @@ from lightning_dist.engine.splitting.find_layers import refuse_ties
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.splitting.tracing.call import CallExample
-from lightning_dist.engine.splitting.tracing.split import UncutError, find_traced_split, is_traced
+from lightning_dist.engine.splitting.tracing.split import find_traced_split, is_traced
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, check_not_sharded
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
@@ -221,11 +221,10 @@ def _find_split(
     try:
         return find_traced_split(module, config, size, rank, asked.half, asked.example)
     except ValueError as error:
-        is_traced_well = is_traced(module) and not isinstance(error, UncutError)
-        if not_found is None or is_traced_well:
-            raise
         if isinstance(not_found, SeveralListsError):  # a name of a list is the simplest way
             raise ValueError(f"{not_found} Tracing it failed, too: {error}") from None
+        if not_found is None or is_traced(module):
+            raise
         raise ValueError(
             f"{error} Or change the model so that it needs no trace. {not_found}"
         ) from None

@@ -25,7 +25,6 @@ from lightning_dist.engine.stashing.prediction import check_extrapolation, extra
 StalenessCorrection = Literal["none", "lr", "predict"]
 Transport = Literal["auto", "gloo", "p2p"]
 _MICROBATCHES_PER_RANK = 4
-_RULES = ("parameters", "uniform", "profile")  # of a partition
 
 # The names for the command line's help; a string may also be "file:" and a path.
 ScheduleName = (
@@ -106,12 +105,9 @@ class PipelineConfig:
             raise ValueError(
                 f"transport={self.transport!r} is unknown; use 'auto', 'gloo' or 'p2p'."
             )
-        if isinstance(self.partition, str) and self.partition not in _RULES:
-            raise ValueError(
-                f"partition={self.partition!r} is unknown; use 'parameters', 'uniform', 'profile'"
-                " or the layers per stage, like [3, 3]."
-            )
-        if not isinstance(self.partition, str) and not _are_counts(self.partition):
+        is_name = isinstance(self.partition, str)
+        is_rule = is_name and self.partition in ("parameters", "uniform", "profile")
+        if not is_rule and not _are_counts(self.partition):
             raise ValueError(
                 f"partition={self.partition!r} must be 'parameters', 'uniform', 'profile' or the"
                 " layers per stage, each of them an integer of at least 1, like [3, 3]."
@@ -210,11 +206,6 @@ class PipelineConfig:
         self.schedules.check_microbatches(num_ranks, self.training_microbatches(num_ranks))
         return found
 
-    @property
-    def may_use_fewer_microbatches(self) -> bool:
-        """Whether a batch of fewer samples is cut into fewer micro-batches."""
-        return self.num_microbatches == "auto" and not self.asynchronous
-
     def training_microbatches(self, num_ranks: int) -> int:
         """Returns the number of micro-batches of a training batch on so many ranks."""
         if self.num_microbatches != "auto":
@@ -235,7 +226,7 @@ class PipelineConfig:
             layers_per_stage,
             mesh.coordinates(rank)["pp"],
             stages_per_rank=len(layers_per_stage) // mesh.pp,
-            may_use_fewer=self.may_use_fewer_microbatches,
+            may_use_fewer=self.num_microbatches == "auto" and not self.asynchronous,
             replica_index=mesh.data_index(rank),
         )
 

@@ -13,19 +13,6 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_dist.engine.splitting.layers import Layers
-from lightning_dist.engine.splitting.split import PipelineSplit
-
-
-def keep_whole(module: nn.Module) -> PipelineSplit:
-    """Returns the split of a pipeline of one stage, whose one layer is the user's module."""
-    return PipelineSplit(
-        path="",
-        layers=WholeStep(module),
-        layers_per_stage=(1,),
-        stages=(0,),
-        rank_of_stage=(0,),
-        ties=(),
-    )
 
 
 class WholeStep(Layers):

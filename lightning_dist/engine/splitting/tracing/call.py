@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, is_concrete_int
 from torch.utils import _pytree as pytree
 
 from lightning_dist.engine.tensors.patch import replace_method
@@ -26,6 +28,20 @@ _RECURRENT = (
     " torch.export also fixes the length that nn.LSTM, nn.GRU and nn.RNN get: with one of them, pad"
     " all batches to one length."
 )
+
+
+class Form(NamedTuple):
+    """What graphs differ by that a call decides.
+
+    Attributes:
+        left_out: The paths of the leaves that are None.
+        small_sizes: The sizes of 0 and 1: the path of a tensor, the dim and the size.
+        autocast: The dtype of the autocast on the device of the first tensor; None for none.
+    """
+
+    left_out: tuple[str, ...]
+    small_sizes: tuple[tuple[str, int, int], ...]
+    autocast: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -55,37 +71,17 @@ class Call:
         return sizes[0] if sizes else None
 
     @property
-    def left_out(self) -> tuple[str, ...]:
-        """The paths of the leaves that are None."""
-        return tuple(name for name, leaf in self.leaves.items() if leaf is None)
-
-    @property
-    def small_sizes(self) -> tuple[tuple[str, int, int], ...]:
-        """The sizes of 0 and 1: the path of a tensor, the dim and the size."""
-        return tuple(
-            (name, dim, size)
-            for name, leaf in self.leaves.items()
-            if isinstance(leaf, Tensor)
-            for dim, size in enumerate(leaf.shape)
-            if size < 2
-        )
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype of the present autocast on the device of the first tensor; None for none."""
-        device = next(t.device.type for t in self.leaves.values() if isinstance(t, Tensor))
+    def form(self) -> Form:
+        """The form of the call, under the present autocast."""
+        tensors = {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, Tensor)}
+        sizes = ((n, dim, size) for n, t in tensors.items() for dim, size in enumerate(t.shape))
+        device = next(t.device.type for t in tensors.values())
         is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        return torch.get_autocast_dtype(device) if is_on else None
-
-    def resized(self, batch_size: int) -> Call:
-        """Returns a call of another number of samples, its tensors without values."""
-
-        def resized(leaf: Any) -> Any:
-            if not _has_dims(leaf) or leaf.shape[0] != self.batch_size:
-                return leaf
-            return torch.empty(batch_size, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
-
-        return Call(*pytree.tree_map(resized, (self.arguments, self.args, self.kwargs)))
+        return Form(
+            left_out=tuple(name for name, leaf in self.leaves.items() if leaf is None),
+            small_sizes=tuple((name, dim, size) for name, dim, size in sizes if size < 2),
+            autocast=torch.get_autocast_dtype(device) if is_on else None,
+        )
 
 
 def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -133,25 +129,17 @@ class CallCheck:
     """Compares calls with the traced call.
 
     Args:
+        program: The trace.
         example: The traced call.
-        sizes: Per tensor of the example, the sizes that the graph has fixed; None for open sizes.
-        guards: Python expressions of ``L``, a mapping from parameters of the forward to arguments,
-            that must be true for the graph to be right.
-        namespace: Other names in these expressions, with their values.
     """
 
-    def __init__(
-        self,
-        example: Call,
-        sizes: Sequence[tuple[int | None, ...]],
-        guards: Sequence[str],
-        namespace: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, program: ExportedProgram, example: Call) -> None:
         self._leaves = example.leaves
-        tensors = [name for name, leaf in self._leaves.items() if isinstance(leaf, Tensor)]
-        self._sizes = dict(zip(tensors, sizes, strict=True))
+        self._sizes = fixed_sizes(program, example)
+        # Expressions of `L`, a mapping from parameters of the forward to arguments, that must be
+        # true. Private, without a public counterpart: `ExportedProgram.module()` asserts them.
+        guards = getattr(program, "_guards_code", [])
         self._guards = [(guard, compile(guard, "<guard>", "eval")) for guard in guards]
-        self._namespace = namespace
         self._known: set[tuple[Any, ...]] = set()
 
     def check(self, call: Call) -> list[Any]:
@@ -172,7 +160,7 @@ class CallCheck:
                 self._check_leaf(name, leaf)
             named = dict(call.arguments)
             for guard, code in self._guards:
-                if not eval(code, dict(self._namespace), {"L": named}):
+                if not eval(code, {**SYMPY_INTERP, "inf": float("inf")}, {"L": named}):
                     raise ValueError(
                         f"A call of the traced module has sizes for which its graph is not made:"
                         f" {guard} is wrong. Where its forward does something else then, an"
@@ -201,6 +189,23 @@ class CallCheck:
                 f"{name} has shape {tuple(leaf.shape)} and {leaf.dtype} in a call of the traced"
                 f" module, whose graph takes ({shape}) and {expected.dtype}. {_ALIKE}.{_RECURRENT}"
             )
+
+
+def fixed_sizes(program: ExportedProgram, call: Call) -> dict[str, tuple[int | None, ...]]:
+    """Returns the sizes of a traced call's tensors, by their paths; None for open sizes."""
+    return {
+        name: tuple(int(size) if is_concrete_int(size) else None for size in value.shape)
+        for name, value in zip(call.leaves, input_values(program), strict=True)
+        if isinstance(value, Tensor)
+    }
+
+
+def input_values(program: ExportedProgram) -> list[Any]:
+    """Returns the trace's value for each leaf of the call."""
+    placeholders = program.graph.find_nodes(op="placeholder")
+    kinds = [spec.kind.name for spec in program.graph_signature.input_specs]
+    pairs = zip(placeholders, kinds, strict=True)
+    return [node.meta.get("val") for node, kind in pairs if kind == "USER_INPUT"]
 
 
 def _name(path: Sequence[Any]) -> str:

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, is_concrete_int
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lightning_dist.engine.splitting.tracing.call import Call, CallCheck
+from lightning_dist.engine.splitting.tracing.call import Call, fixed_sizes, input_values
 from lightning_dist.engine.splitting.tracing.users_code import (
     is_called_by_user,
     is_the_users,
@@ -40,8 +39,17 @@ from lightning_dist.engine.splitting.tracing.users_code import (
 from lightning_dist.engine.tensors.rng import python_state
 
 _CUSTOM_OP = (
-    "Write it as a `torch.library.custom_op` with `register_autograd`, or build the model as an"
-    " `nn.Sequential` and name it with `layers=`, which traces nothing."
+    "whose backward a graph would lose. Write it as a `torch.library.custom_op` with"
+    " `register_autograd`, or build the model as an `nn.Sequential` and name it with `layers=`,"
+    " which traces nothing."
+)
+_COPY = (
+    "which a graph does not do. Write into it in place, under `torch.no_grad()`:"
+    " `tensor.copy_(...)`."
+)
+_FROZEN = (
+    "but a graph is for whatever is frozen. Decide by `torch.is_grad_enabled()` or"
+    " `self.training`, or by an attribute that is set where weights are frozen."
 )
 # Where torch defines the Functions of `custom_op` and of `cond`, which graphs have as operators.
 _OF_OPERATORS = ("torch._library.", "torch._higher_order_ops.")
@@ -85,23 +93,10 @@ def export(
             program = torch.export.export(
                 module, call.args, call.kwargs, dynamic_shapes=shapes, strict=False
             )
-        except _FunctionError as error:
-            place = place_of(error.__traceback__)
+        except _LostError as error:
+            what, advice = error.args
             raise ValueError(
-                f"The forward calls {error.args[0]}, a torch.autograd.Function{place}: a graph"
-                f" would lose its backward. {_CUSTOM_OP}"
-            ) from None
-        except _NewTensorError as error:
-            place = place_of(error.__traceback__)
-            raise ValueError(
-                f"The forward sets {error.args[0]}{place}, which a graph does not do. Write into it"
-                " in place, under `torch.no_grad()`: `tensor.copy_(...)`."
-            ) from None
-        except _RequiresGradError as error:
-            raise ValueError(
-                f"The forward asks for `requires_grad`{place_of(error.__traceback__)}, but a graph"
-                " is for whatever is frozen. Decide by `torch.is_grad_enabled()` or"
-                " `self.training`, or by an attribute that is set where weights are frozen."
+                f"The forward {what}{place_of(error.__traceback__)}, {advice}"
             ) from None
         except Exception as error:
             raise ValueError(_explain(error)) from error
@@ -126,29 +121,8 @@ def _refuse_open_keywords(module: nn.Module, call: Call) -> None:
             )
 
 
-def check_of(program: ExportedProgram, call: Call) -> CallCheck:
-    """Returns the check of calls for a result of :func:`export` and the traced call."""
-    sizes = [
-        tuple(int(size) if is_concrete_int(size) else None for size in value.shape)
-        for value in _input_values(program)
-        if isinstance(value, Tensor)
-    ]
-    # Private, without a public counterpart: `ExportedProgram.module()` asserts them.
-    guards = getattr(program, "_guards_code", [])
-    namespace = {**SYMPY_INTERP, "inf": float("inf")}
-    return CallCheck(example=call, sizes=sizes, guards=guards, namespace=namespace)
-
-
-class _FunctionError(Exception):
-    """An autograd function was called."""
-
-
-class _NewTensorError(Exception):
-    """A parameter or buffer has got another tensor, and was not written into."""
-
-
-class _RequiresGradError(Exception):
-    """The forward has asked whether a tensor requires grad."""
+class _LostError(Exception):
+    """The forward does what a graph would lose: what, and what to do instead."""
 
 
 class _Attributes(TorchFunctionMode):
@@ -165,9 +139,9 @@ class _Attributes(TorchFunctionMode):
         if func in _DATA and is_called_by_user():
             if func == _DATA[0]:
                 return args[0].detach()
-            raise _NewTensorError("the data of a tensor")
+            raise _LostError("sets the data of a tensor", _COPY)
         if func == _REQUIRES_GRAD and is_called_by_user():
-            raise _RequiresGradError
+            raise _LostError("asks for `requires_grad`", _FROZEN)
         return func(*args, **(kwargs or {}))
 
 
@@ -182,7 +156,7 @@ def _no_new_buffers(root: nn.Module) -> Iterator[None]:
     def no_new_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
         is_new = value is not module._buffers.get(name)  # `+=` sets what it has written into
         if is_new and module is not root and is_called_by_user():
-            raise _NewTensorError(f"the buffer {name!r} of a {type(module).__name__}")
+            raise _LostError(f"sets the buffer {name!r} of a {type(module).__name__}", _COPY)
 
     hook = register_module_buffer_registration_hook(no_new_buffer)
     try:
@@ -199,7 +173,7 @@ def _nothing_lost(module: nn.Module) -> Iterator[None]:
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith(_OF_OPERATORS):
             return apply(cls, *args, **kwargs)
-        raise _FunctionError(cls.__name__)
+        raise _LostError(f"calls {cls.__name__}, a torch.autograd.Function", _CUSTOM_OP)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -276,40 +250,27 @@ def _is_mask_compared(found: TracebackType | None) -> bool:
 
 def _refuse_fixed_batch(program: ExportedProgram, call: Call) -> None:
     """Checks that a graph takes other batch sizes than the example's."""
-    if call.batch_size is None or call.batch_size < 2:
-        return
-    check = check_of(program, call)
-    errors = []
-    for size in (call.batch_size + 1, 2 * call.batch_size):
-        try:
-            check.check(call.resized(size))
-        except ValueError as error:
-            errors.append(error)
-    if len(errors) == 2:
+    size = call.batch_size
+    if (
+        size is not None
+        and size > 1
+        and size in {s[0] for s in fixed_sizes(program, call).values() if s}
+    ):
         raise ValueError(
-            f"The forward takes the batch size for a constant, {call.batch_size} as in the example,"
+            f"The forward takes the batch size for a constant, {size} as in the example,"
             f" but micro-batches, and last batches, may have other sizes{_fixed_at(program)}. Take"
             " the size from the tensor, as in `x.view(x.shape[0], -1)` or `x.flatten(1)`; `len(x)`"
             " gives a constant."
             " Where dim 0 is time (`batch_first=False`), lay batches out as [samples, time, ...]."
-            f" Of a larger batch the trace says: {errors[0]}"
         )
 
 
 def _fixed_at(program: ExportedProgram) -> str:
     """Names the line that has fixed a size, where torch has noted it (a private note)."""
-    values = [value for value in _input_values(program) if isinstance(value, Tensor)]
+    values = [value for value in input_values(program) if isinstance(value, Tensor)]
     shapes = getattr(getattr(values[0], "fake_mode", None), "shape_env", None)
     for frames in getattr(shapes, "specialization_stacks", {}).values():
         for frame in reversed(list(frames or [])):
             if is_the_users(frame.filename):
                 return f": see {frame.filename}:{frame.lineno}, `{frame.line}`"
     return ""
-
-
-def _input_values(program: ExportedProgram) -> list[Any]:
-    """Returns the trace's value for each leaf of the call."""
-    placeholders = program.graph.find_nodes(op="placeholder")
-    kinds = [spec.kind.name for spec in program.graph_signature.input_specs]
-    pairs = zip(placeholders, kinds, strict=True)
-    return [node.meta.get("val") for node, kind in pairs if kind == "USER_INPUT"]

@@ -77,15 +77,10 @@ class TraceGraph:
         """Names the parameters and buffers that an operation of the body uses."""
         return [self.names[n] for n in node.all_input_nodes if n in self.names]
 
-    def written_names(self) -> set[str]:
-        """Names the buffers that the operations write to."""
+    def written(self, names: Mapping[fx.Node, str]) -> set[str]:
+        """Returns those of some names, by placeholder, whose tensors the operations write to."""
         memory = {m for node in self.body for m in written_by(node)}
-        return {name for node, name in self.names.items() if memory & memory_of(node)}
-
-    def written_attributes(self) -> list[str]:
-        """Names the attributes with plain tensors that the operations write to."""
-        memory = {m for node in self.body for m in written_by(node)}
-        return [name for node, name in self.attributes.items() if memory & memory_of(node)]
+        return {name for node, name in names.items() if memory & memory_of(node)}
 
     def together(self) -> list[Together]:
         """Lists the operations that must stay in one layer."""

@@ -17,14 +17,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_dist.engine.splitting.tracing.call import Call, CallCheck, bind, example_of
-from lightning_dist.engine.splitting.tracing.export import check_of, export
+from lightning_dist.engine.splitting.tracing.call import Call, CallCheck, Form, bind, example_of
+from lightning_dist.engine.splitting.tracing.export import export
 from lightning_dist.engine.splitting.tracing.graph import (
     TraceGraph,
     assign_starts,
@@ -51,20 +51,6 @@ from lightning_dist.engine.tensors.patch import TracedHook, hooks_of
 
 _TRACED_ON = torch.device("cpu")
 _MAX_GRAPHS = 8  # enough unless a number changes at each step
-
-
-class Form(NamedTuple):
-    """What graphs differ by that a call decides.
-
-    Attributes:
-        left_out: The arguments that are None.
-        small_sizes: The sizes of 0 and 1 of the tensors.
-        autocast: The dtype of the autocast; None for none.
-    """
-
-    left_out: tuple[str, ...]
-    small_sizes: tuple[tuple[str, int, int], ...]
-    autocast: torch.dtype | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +89,12 @@ class TraceProgram:
         kwargs: Keyword arguments of the example call.
         casts: Changes a structure before it is traced, so that its casts are part of the graph.
 
+    Attributes:
+        titles: The first part that uses each layer's parameters.
+        names: Each layer's parameters, and the buffers that it uses in training or evaluation.
+        uncut: The reasons for omitted cuts.
+        canonical: The first name of each parameter and buffer by all of its names.
+
     Raises:
         ValueError: The module cannot be traced.
     """
@@ -119,9 +111,9 @@ class TraceProgram:
         self.casts = casts
         self._module = module
         self._structure = Structure(module)
-        self.signature = inspect.signature(module.forward)
-        example = _without_graph(example_of(self.signature, bind(self.signature, args, kwargs)))
-        self._form = Form(example.left_out, example.small_sizes, None)
+        self._signature = inspect.signature(module.forward)
+        example = _without_graph(example_of(self._signature, bind(self._signature, args, kwargs)))
+        self._form = example.form._replace(autocast=None)
         self._examples = {self._form: example}
         self.canonical = _first_names(module)
         self._segments: dict[_Trace, list[Segment]] = {}  # the first is the one not used longest
@@ -167,7 +159,7 @@ class TraceProgram:
             )
             del starts[first + 1 : last + 1]
         homes, all_segments = self._homes.items(), self._segments.values()
-        self._names = [
+        self.names = [
             frozenset(name for name, home in homes if home == index).union(
                 *(segments[index].names for segments in all_segments)
             )
@@ -185,7 +177,8 @@ class TraceProgram:
             for index, segment in enumerate(segments):
                 for name in segment.names:
                     users.setdefault(name, set()).add(index)
-        written = set[str]().union(*(trace.graph.written_names() for trace in self._segments))
+        graphs = [trace.graph for trace in self._segments]
+        written = set[str]().union(*(graph.written(graph.names) for graph in graphs))
         apart = [name for name, layers in users.items() if name in written and len(layers) > 1]
         return (apart[0], min(users[apart[0]]), max(users[apart[0]])) if apart else None
 
@@ -207,16 +200,17 @@ class TraceProgram:
                 " Assign such values in the steps or hooks of the LightningModule."
             )
         graph = graph_of(program, self.canonical)
-        if graph.written_attributes():
+        written = graph.written(graph.attributes)
+        if written:
             raise ValueError(
-                f"The forward writes into {graph.written_attributes()}, which a graph does not do:"
+                f"The forward writes into {sorted(written)}, which a graph does not do:"
                 " register them as buffers, by `register_buffer`."
             )
         return _Trace(
             form=form,
             has_grad=has_grad if answers else None,
             values=self._structure.values_at(reads),
-            check=check_of(program, example),
+            check=CallCheck(program, example),
             graph=graph,
         )
 
@@ -244,20 +238,16 @@ class TraceProgram:
 
     def _refuse_far_buffers(self, trace: _Trace, segments: Sequence[Segment]) -> None:
         """Checks that a later graph needs no buffer of another layer, which may be far away."""
-        written = trace.graph.written_names()
+        written = trace.graph.written(trace.graph.names)
         for index, segment in enumerate(segments):
             for name in segment.names:
-                holders = {i for i, names in enumerate(self._names) if name in names}
+                holders = {i for i, names in enumerate(self.names) if name in names}
                 if (holders and index not in holders) or (name in written and holders != {index}):
                     raise ValueError(
                         f"The forward uses the buffer {name!r} in another layer than in its first"
                         " traces, in training and evaluation, but the buffer is where these use it."
                         " Let it use its buffers alike, whatever the sizes and attributes are."
                     )
-
-    def names_of_layer(self, index: int) -> frozenset[str]:
-        """Names a layer's parameters, and the buffers that it uses in training or evaluation."""
-        return self._names[index]
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Prepares for a call of the module.
@@ -271,8 +261,8 @@ class TraceProgram:
         parts = parts_of_module(self._module)
         _refuse_hooks(parts)  # of a callback, say
         self._structure.check(parts)
-        call = bind(self.signature, args, kwargs)
-        form = Form(call.left_out, call.small_sizes, call.autocast)
+        call = bind(self._signature, args, kwargs)
+        form = call.form
         # Without a graph to differentiate, a step may leave arguments out: the targets, say.
         if torch.is_grad_enabled() and form.left_out != self._form.left_out:
             form = self._form

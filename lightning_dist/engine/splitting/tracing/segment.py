@@ -75,7 +75,9 @@ def cut_graph(graph: TraceGraph, starts: Sequence[int], device: torch.device) ->
         used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes)
         held = [n for n in used if n in graph.names]
         operations = [n for n in nodes if n.op != "output"]
-        code = _compile(graph, operations, [*alive[index], *held], returned, device)
+        code = _Code(graph.root, graph.constants, device).compile(
+            [*alive[index], *held], operations, returned
+        )
         takes = tuple(graph.inputs.index(n) for n in alive[0]) if index == 0 else None
         names = tuple(graph.names[n] for n in held)
         out_spec = graph.out_spec if is_last else None
@@ -95,20 +97,6 @@ def _alive_before(graph: TraceGraph, parts: Sequence[Sequence[fx.Node]]) -> list
     return alive[::-1]
 
 
-def _compile(
-    graph: TraceGraph,
-    operations: Sequence[fx.Node],
-    taken: Sequence[fx.Node],
-    returned: Any,
-    device: torch.device,
-) -> fx.GraphModule:
-    """Creates a module that takes values and a device, and runs the operations of a layer."""
-    code = _Code(graph.root, graph.constants, device)
-    for node in taken:
-        code.take(node)
-    return code.compile(operations, returned)
-
-
 class _Code:
     """Operations that run on any device.
 
@@ -124,14 +112,12 @@ class _Code:
         self._origin, self._constants, self._device = origin, constants, device
         self._code = fx.Graph()
         self._root: dict[str, Any] = {}
-        self._copies: dict[fx.Node, fx.Node] = {}
 
-    def take(self, node: fx.Node) -> None:
-        """Adds a value to what the code takes."""
-        self._copies[node] = self._code.placeholder(node.name)
-
-    def compile(self, operations: Iterable[fx.Node], returned: Any) -> fx.GraphModule:
-        """Returns a module that takes the values, and at last a device."""
+    def compile(
+        self, taken: Iterable[fx.Node], operations: Iterable[fx.Node], returned: Any
+    ) -> fx.GraphModule:
+        """Returns a module that takes some values, and at last a device."""
+        self._copies = {node: self._code.placeholder(node.name) for node in taken}
         self._here = self._code.placeholder("device")
         for node in operations:
             if node.target not in DROPPED:
@@ -162,11 +148,10 @@ class _Code:
         name = str(node.target)
         block = getattr(self._origin, name)
         if all(str(user.target) in _BLOCKS for user in node.users):
-            inner = _Code(block, {}, self._device)
-            for taken in block.graph.find_nodes(op="placeholder"):
-                inner.take(taken)
+            taken = block.graph.find_nodes(op="placeholder")
             run = [n for n in block.graph.nodes if n.op == "call_function"]
-            block = inner.compile(run, block.graph.output_node().args[0])
+            inner = _Code(block, {}, self._device)
+            block = inner.compile(taken, run, block.graph.output_node().args[0])
         self._root[name] = block
         return self._code.get_attr(name)
 

@@ -48,8 +48,8 @@ class TracedLayer(nn.Module):
 
     def named_tensors(self) -> dict[str, nn.Parameter]:
         """Returns the parameters by their names in the traced module."""
-        held = {name: self._parameters[key] for name, key in self._keys.items()}
-        return {name: p for name, p in held.items() if p is not None}
+        # Not from `named_parameters`: versions of weights stand in their places at times.
+        return {name: self._parameters[key] for name, key in self._keys.items()}  # type: ignore[misc]
 
     def forward(self, values: Any) -> Any:
         """Runs the layer.
@@ -57,9 +57,7 @@ class TracedLayer(nn.Module):
         Args:
             values: Output of the layer before, or the leaves of the call.
         """
-        # Not the parameters: versions of weights stand in their places at times.
-        parameters = {name: self._parameters[key] for name, key in self._keys.items()}
-        return self._program.run(self._index, values, parameters)  # type: ignore[arg-type]
+        return self._program.run(self._index, values, self.named_tensors())
 
 
 class TracedSequence(nn.Sequential):
@@ -89,8 +87,7 @@ class TracedSequence(nn.Sequential):
         program = TraceProgram(module, args, without_cache(module, kwargs), casts)
         parameters = dict(module.named_parameters())
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        for index in range(len(program.titles)):
-            own = program.names_of_layer(index)
+        for index, own in enumerate(program.names):
             used = {name: p for name, p in parameters.items() if name in own}
             layers[str(index)] = TracedLayer(program, index, used)
         super().__init__(layers)
@@ -108,7 +105,7 @@ class TracedSequence(nn.Sequential):
 
     def names_in(self, layers: Sequence[int]) -> set[str]:
         """Returns all names that the tensors of some layers have in the traced module."""
-        first = frozenset[str]().union(*(self.program.names_of_layer(index) for index in layers))
+        first = frozenset[str]().union(*(self.program.names[index] for index in layers))
         return {name for name, canonical in self.program.canonical.items() if canonical in first}
 
     def keep(self, layers: Sequence[int]) -> None:
@@ -164,7 +161,7 @@ class TracedLayers(LayerSequence):
 
     @override
     def beside(self, layer_index: int) -> dict[str, Tensor]:
-        names = self._sequence.program.names_of_layer(layer_index)
+        names = self._sequence.program.names[layer_index]
         buffers = names - self._parameters_of(layer_index).keys()
         return {name: self._sequence.traced.get_buffer(name) for name in buffers}
 

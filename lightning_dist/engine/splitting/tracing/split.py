@@ -39,13 +39,9 @@ from lightning_dist.engine.splitting.tracing.sequence import (
     TracedSequence,
     sequence_of,
 )
-from lightning_dist.engine.splitting.whole_step import keep_whole
+from lightning_dist.engine.splitting.whole_step import WholeStep
 
 _NO_EXAMPLE = CallExample()
-
-
-class UncutError(ValueError):
-    """A traced module has too few layers because some of its parts cannot be separated."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,8 @@ def find_traced_split(
     """
     rank_of_stage = config.rank_of_stage(num_ranks)
     if len(rank_of_stage) == 1:
-        return keep_whole(module)
+        layers = WholeStep(module)
+        return PipelineSplit("", layers, (1,), stages=(0,), rank_of_stage=(0,), ties=())
     path = config.layers.partition(":")[2]
     if config.layers in ("auto", "trace"):
         path = _find_trainable(module, example.has_forward)
@@ -292,12 +289,8 @@ def _choose_partition(
             f" ({', '.join(titles)})"
         )
         if uncut:
-            because = "; ".join(uncut)
-            raise UncutError(
-                f"{found}, because {because}: what lies between must be on one stage. Use no more"
-                f" stages than {len(titles)}."
-            )
-        if path:  # frozen layers beside it may be cut as well
+            found += f", because {'; '.join(uncut)}: what lies between must be on one stage"
+        elif path:  # frozen layers beside it may be cut as well
             found += ". layers='trace:' cuts the whole LightningModule, if it has a forward"
         raise ValueError(f"{found}. Use no more stages than {len(titles)}.")
     try:

@@ -133,7 +133,7 @@ def test_layers_begin_at_parameters_and_hand_on_what_is_alive(unet: Built) -> No
 
 def test_a_norm_counts_its_batches_in_its_own_layer(resnet: Built) -> None:
     _, _, sequence = resnet
-    names = [sorted(sequence.program.names_of_layer(index)) for index in range(len(sequence))]
+    names = [sorted(names) for names in sequence.program.names]
     own = ["bias", "num_batches_tracked", "running_mean", "running_var", "weight"]
     assert names[2] == [f"blocks.0.norm.{name}" for name in own]
     assert names[1] == ["blocks.0.conv.weight"]
