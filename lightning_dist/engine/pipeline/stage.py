@@ -24,15 +24,14 @@ from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from lightning_dist.engine.pipeline.step_checks import ModuleCalls, check_no_side_losses
-from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.layers import Layers, StepInterceptor
 from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
-from lightning_dist.engine.splitting.sample_dim import warn_of_time_first
-from lightning_dist.engine.splitting.whole_step import StepInterceptor
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
 from lightning_dist.engine.stashing.versions import SwappedWeights, WeightPolicy, WeightVersion
 from lightning_dist.engine.tensors.leaves import behind_leaf, copy_of, cut_from_graph
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import seed_python, seeded
+from lightning_dist.engine.tensors.samples import warn_of_time_first
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 Step = Callable[[Microbatch], Any]

@@ -24,9 +24,8 @@ from lightning_dist.engine.schedules.registry import PipelineShape, find_schedul
 from lightning_dist.engine.schedules.stash_depth import num_copies
 from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.splitting.cut import layers_of, stage_of_layers
-from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.layers import Layers, StepInterceptor, WholeStep
 from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
-from lightning_dist.engine.splitting.whole_step import StepInterceptor, WholeStep
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.policy import Predict, choose_policy
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport

@@ -7,7 +7,7 @@ stage, where norm, head and loss follow.
 
 An embedding that is remote returns placeholders of the shapes that its structure on the meta device
 computes. In the first run of each mode, all that is computed from placeholders is marked
-(:mod:`lightning_dist.engine.tensors.dependence`), and must not reach a block of the stage or the
+(:class:`.DependenceWatch`), and must not reach a block of the stage or the
 result. Placeholders are NaN, so that a forward that takes another way later on ends with a loss of
 NaN.
 """
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.cut import ForeignLayer
-from lightning_dist.engine.tensors.dependence import DependenceWatch
 from lightning_dist.engine.tensors.module_tree import set_attribute
+from lightning_dist.engine.tensors.observers import DependenceWatch
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
 _INSTEAD = (
@@ -88,8 +88,8 @@ class BlockRoute:
         self._forward: Callable[..., Any] = model.forward
         self._course: _Course | None = None
         self._checked: set[tuple[Span, bool]] = set()  # by training mode
-        self._latest: dict[str, Any] = {}  # results of remote modules, without values
-        self._latest_keys: dict[str, bytes | None] = {}
+        # Results of remote modules, without values, and what their shapes depend on.
+        self._latest: dict[str, tuple[bytes | None, Any]] = {}
 
     def attach(self) -> None:
         """Replaces the list of blocks of the cut model, and the forwards of remote modules."""
@@ -214,12 +214,11 @@ class BlockRoute:
         the same ones.
         """
         key = _key_of(call)
-        if key is None or key != self._latest_keys.get(name):
+        if key is None or name not in self._latest or key != self._latest[name][0]:
             args, kwargs = map_tensors(lambda t: t.to("meta"), call)
             with torch.no_grad():
-                self._latest[name] = empty(*args, **kwargs)
-            self._latest_keys[name] = key
-        return self._latest[name]
+                self._latest[name] = key, empty(*args, **kwargs)
+        return self._latest[name][1]
 
     def _check(
         self, watch: DependenceWatch, index: int, given: list[tuple[int | str, Any]]

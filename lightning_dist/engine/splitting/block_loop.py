@@ -17,12 +17,7 @@ from lightning_dist.engine.tensors.forward_ast import syntax_of
 
 
 def loops_over(model: nn.Module, list_path: str) -> bool:
-    """Returns whether a model's forward runs the blocks of a list as a chain, and only so.
-
-    Args:
-        model: The model with the list.
-        list_path: Dotted path of the ``nn.ModuleList`` in the model.
-    """
+    """Returns whether a model's forward runs the blocks of a list as a chain, and only so."""
     code = syntax_of(type(model).forward)
     wanted = f"self.{list_path}"
     if code is None or sum(_is_attribute(node, wanted) for node in ast.walk(code)) != 1:
@@ -67,16 +62,16 @@ def _leaves_alone(
     model: nn.Module, loop: ast.For, steps: list[ast.Assign], names: set[str]
 ) -> bool:
     """Checks that a loop uses the module and some names in the blocks' calls only."""
-    for statement in loop.body:
-        nodes = [*ast.walk(statement)]
-        numbers = {
-            id(n.value) for n in nodes if isinstance(n, ast.Attribute) and _is_number(model, n)
-        }
-        if any(_is_loaded(n, "self") and id(n) not in numbers for n in nodes):
-            return False
+    nodes = [node for statement in loop.body for node in ast.walk(statement)]
+    numbers = {id(n.value) for n in nodes if isinstance(n, ast.Attribute) and _is_number(model, n)}
     in_steps = {id(node) for step in steps for node in ast.walk(step)}
-    beside = [n for s in loop.body for n in ast.walk(s) if id(n) not in in_steps]
-    return not any(_is_loaded(node, name) for node in beside for name in names)
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            if node.id == "self" and id(node) not in numbers:
+                return False
+            if node.id in names and id(node) not in in_steps:
+                return False
+    return True
 
 
 def _is_number(model: nn.Module, node: ast.Attribute) -> bool:
@@ -115,7 +110,3 @@ def _stored(statements: Iterable[ast.AST]) -> set[str]:
 def _loaded(statements: Iterable[ast.AST]) -> set[str]:
     names = (n for s in statements for n in ast.walk(s) if isinstance(n, ast.Name))
     return {name.id for name in names if isinstance(name.ctx, ast.Load)}
-
-
-def _is_loaded(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)

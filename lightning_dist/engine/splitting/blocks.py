@@ -26,11 +26,7 @@ _OF_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_lo
 
 
 def keywords_of_a_stage(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords that a model is called with on one stage.
-
-    Args:
-        model: Any model.
-        keywords: Keywords of the call in the user's step.
+    """Returns the keywords that a model is called with on one stage, by those in the user's step.
 
     Raises:
         ValueError: The keywords or the model's configuration request outputs of all layers.
@@ -57,14 +53,7 @@ def without_cache(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, An
 
 
 class Blocks(Layers):
-    """The blocks in one ``nn.ModuleList`` of a model.
-
-    Args:
-        module: The model.
-        path: Dotted path of the list in the model.
-        before: Names of the other modules with parameters that run before the blocks.
-        after: Names of the modules with parameters that run after the blocks.
-    """
+    """The blocks in one ``nn.ModuleList`` of a model; arguments as for :class:`.BlockRoute`."""
 
     def __init__(
         self, module: nn.Module, path: str, before: Sequence[str], after: Sequence[str]

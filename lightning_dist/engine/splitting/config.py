@@ -146,10 +146,7 @@ class PipelineConfig:
         return RateCorrection(rule.delay(shape.rank, *sizes) + age, self.correction_steps)
 
     def prediction(self, optimizer: Optimizer | None) -> Predict | None:
-        """Returns the function that extrapolates weights for forwards; None without one.
-
-        Args:
-            optimizer: Optimizer of a rank's parameters; None if the rank trains none.
+        """Returns the function that extrapolates a rank's weights for forwards; None without one.
 
         Raises:
             ValueError: The optimizer's updates cannot be extrapolated.
@@ -162,12 +159,8 @@ class PipelineConfig:
     def p2p_backend(self, backend: str, device: torch.device) -> str | None:
         """Returns the backend that sends tensors between stages; None packs them for gloo.
 
-        Args:
-            backend: The backend of the device's process groups.
-            device: Device of the tensors.
-
         Raises:
-            ValueError: The backend sends no tensors of the device.
+            ValueError: The backend of the process groups sends no tensors of the device.
         """
         is_gloo = backend == "gloo"
         if self.transport == "p2p" and is_gloo and device.type != "cpu":
@@ -242,12 +235,7 @@ def _are_counts(partition: object) -> bool:
 def share_among_stages(
     world_size: int, num_stages: int | Literal["auto"], config: PipelineConfig
 ) -> MeshShape:
-    """Returns the mesh of stages and data replicas.
-
-    Args:
-        world_size: Number of all ranks.
-        num_stages: Number of stages; ``"auto"`` takes all ranks.
-        config: The user's configuration.
+    """Returns the mesh of stages and data replicas; ``"auto"`` makes all ranks one pipeline.
 
     Raises:
         ValueError: The stages do not divide the ranks, or the schedule does not allow the sizes.

@@ -45,19 +45,23 @@ class ForeignLayer(nn.Module):
         stage_index: The stage that has the layer.
 
     Attributes:
+        skeleton: As above.
+        described: The module that supplies the attributes of the layer: the result of
+            :func:`.describe` while a pipeline runs, else the skeleton.
         compute_dtypes: The dtypes in which parameters of the skeleton compute on their own rank, by
             name; a parameter without an entry computes in its own dtype.
     """
+
+    skeleton: nn.Module
+    described: nn.Module
 
     def __init__(self, skeleton: nn.Module, name: str, stage_index: int) -> None:
         super().__init__()
         self.name = name
         self.stage_index = stage_index
-        # In a tuple, where nn.Module does not look for submodules.
-        self._skeleton = (skeleton,)
         self.compute_dtypes: dict[str, torch.dtype] = {}
-        self._description: tuple[nn.Module, ...] = ()
-        self._sight = Sight()
+        vars(self)["skeleton"] = skeleton  # no submodule
+        self.answer_by(skeleton, Sight())
 
     def imitation(self) -> nn.Module:
         """Returns a module that computes outputs like the layer's, on the meta device."""
@@ -70,22 +74,8 @@ class ForeignLayer(nn.Module):
         return skeleton_of(self.skeleton, stand_ins)
 
     def answer_by(self, description: nn.Module, sight: Sight) -> None:
-        """Sets the result of :func:`.describe`, which supplies attributes of the layer."""
-        self._description, self._sight = (description,), sight
-
-    def answer_no_more(self) -> None:
-        """Undoes :meth:`answer_by`."""
-        self._description, self._sight = (), Sight()
-
-    @property
-    def described(self) -> nn.Module:
-        """The module that supplies the attributes of the layer."""
-        return self._description[0] if self._description else self.skeleton
-
-    @property
-    def skeleton(self) -> nn.Module:
-        """The layer's structure, with tensors on the meta device."""
-        return self._skeleton[0]
+        """Sets what supplies attributes of the layer, and whether it is seen."""
+        vars(self)["described"], self._sight = description, sight
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute from the description, or raises an error that names the stage."""
@@ -94,7 +84,7 @@ class ForeignLayer(nn.Module):
         except AttributeError as error:
             if name not in dir(self.skeleton):
                 raise
-            if self._description:
+            if self.described is not self.skeleton:
                 return getattr(self.described, name)
             raise AttributeError(
                 f"{name!r} of layer {self.name!r} was asked for, but that layer lives on stage"
@@ -110,7 +100,7 @@ class ForeignLayer(nn.Module):
         ``parameters()``, ``modules()`` and ``buffers()`` of modules around the layer call this.
         """
         walk = super().named_modules
-        if self._sight.is_open and self._description:
+        if self._sight.is_open:
             walk = self.described.named_modules
         yield from walk(memo, prefix, remove_duplicate)
 
@@ -183,11 +173,6 @@ def cut(
 ) -> None:
     """Replaces the layers of all other stages; does nothing if the module has been cut so.
 
-    Args:
-        module: The pipelined module, or its layers; changed in place.
-        layers_per_stage: The partition.
-        own_stages: The stages to keep.
-
     Raises:
         ValueError: The module has been cut in another way before.
     """
@@ -219,12 +204,8 @@ def recut(
 ) -> None:
     """Changes the cut of a module; no tensor is made or copied.
 
-    Args:
-        module: The pipelined module, or its layers; changed in place. Layers that leave this rank
-            have no values by now, and layers that come have them already; see
-            :mod:`.rebalance.layer_values`.
-        layers_per_stage: The new partition.
-        own_layers: The layers that are on this rank from now on.
+    Layers that leave this rank have no values by now, and layers that come have them already; see
+    :mod:`.rebalance.layer_values`.
     """
     layers = layers_in(module)
     stages = stage_of_layers(layers_per_stage)
@@ -295,22 +276,3 @@ def foreign_layers(module: nn.Module) -> list[tuple[nn.Module, str, ForeignLayer
         for name, layer in holder.named_children()
         if isinstance(layer, ForeignLayer)
     ]
-
-
-def foreign_state_names(
-    module: nn.Sequential | Layers, layers_per_stage: Sequence[int], own_stages: Collection[int]
-) -> set[str]:
-    """Returns the entries of the whole module's state dict that other stages hold.
-
-    Args:
-        module: The pipelined module, cut or not, or its layers.
-        layers_per_stage: The partition.
-        own_stages: The stages of this rank.
-    """
-    stages = stage_of_layers(layers_per_stage)
-    return {
-        f"{part.name}.{key}"
-        for part in layers_in(module).parts()
-        if stages[part.layer_index] not in own_stages
-        for key in structure_of(part.module).state_dict()
-    }

@@ -65,11 +65,7 @@ def find_model(module: nn.Module) -> str | None:
 
 
 def find_blocks(model: nn.Module, path: str) -> Blocks:
-    """Returns the blocks of a Hugging Face model.
-
-    Args:
-        model: The whole model.
-        path: Dotted path of the model in the user's module.
+    """Returns the blocks of a Hugging Face model, at a path in the user's module.
 
     Raises:
         ValueError: There is no list of blocks, or more than one.
@@ -95,11 +91,6 @@ def find_blocks(model: nn.Module, path: str) -> Blocks:
 
 def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
     """Returns a model's blocks, and its other parts sorted by whether they run before the blocks.
-
-    Args:
-        model: The whole model.
-        list_path: Dotted path of the ``nn.ModuleList`` of blocks in the model.
-        path: Dotted path of the model in the user's module.
 
     Raises:
         ValueError: A trainable parameter is in no part.

@@ -7,6 +7,7 @@ communication.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torch import nn
 
@@ -56,8 +57,7 @@ def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
     with whole(module):
         if is_module_list(module, layers):
             return _blocks_in_list(module, layers)
-    path, sequence = find_sequence(module, layers)
-    return path, layers_in(sequence)
+    return _sequence_in(module, layers)
 
 
 def _find_layers(module: nn.Module) -> tuple[str, Layers]:
@@ -68,8 +68,7 @@ def _find_layers(module: nn.Module) -> tuple[str, Layers]:
         list_path = None if is_in_a_sequence(module) else _find_block_list(module)
         if list_path is not None:
             return _blocks_in_list(module, list_path)
-    path, sequence = find_sequence(module, "auto")
-    return path, layers_in(sequence)
+    return _sequence_in(module, "auto")
 
 
 def _find_block_list(module: nn.Module) -> str | None:
@@ -101,16 +100,7 @@ def _blocks_in_list(module: nn.Module, layers: str) -> tuple[str, Layers]:
     return path, blocks_of(model, list_path, path)
 
 
-def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
-    """Returns the path of the ``nn.Sequential`` whose children are the layers, and the sequence.
-
-    Args:
-        module: The user's module.
-        layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` in the module.
-
-    Raises:
-        ValueError: There is no sequence or more than one, or it lacks a trainable parameter.
-    """
+def _sequence_in(module: nn.Module, layers: str) -> tuple[str, Layers]:
     path, sequence = _find_trainable(module) if layers == "auto" else _get(module, layers)
     if type(sequence).forward is not nn.Sequential.forward:
         raise ValueError(
@@ -118,20 +108,13 @@ def find_sequence(module: nn.Module, layers: str) -> tuple[str, nn.Sequential]:
             " with a forward of its own, so its layers cannot be run one after the other."
         )
     refuse_outside(module, path, sequence)
-    return path, sequence
+    return path, layers_in(sequence)
 
 
 def refuse_outside(
     module: nn.Module, path: str, pipelined: nn.Module, kind: str = "pipelined"
 ) -> None:
-    """Checks that no trainable parameter is outside of the pipelined module.
-
-    Args:
-        module: The user's module.
-        path: Dotted path of the pipelined module.
-        pipelined: The pipelined module.
-        kind: Adjective for the pipelined module in the error.
-    """
+    """Checks that no trainable parameter is outside of the pipelined, or traced, module."""
     inside = parameter_ids(pipelined)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in inside:
@@ -143,21 +126,16 @@ def refuse_outside(
 
 
 def _get(module: nn.Module, path: str) -> tuple[str, nn.Sequential]:
-    try:
-        found = module.get_submodule(path)
-    except AttributeError:
-        raise ValueError(
-            "Leave out `layers=`, or name an `nn.Sequential` or a list of blocks with it:"
-            f" layers={path!r} is no path of a submodule. The module has the `nn.Sequential`s"
-            f" {_sequences(module)}."
-        ) from None
-    if not isinstance(found, nn.Sequential):
-        raise ValueError(
-            "Leave out `layers=`, or name an `nn.Sequential`, whose children are run one after the"
-            f" other: layers={path!r} is a {type(found).__name__}. The module has"
-            f" {_sequences(module)}."
-        )
-    return path, found
+    parts = dict(module.named_modules(remove_duplicate=False))
+    found = parts.get(path)
+    if isinstance(found, nn.Sequential):
+        return path, found
+    what = "no path of a submodule" if found is None else f"a {type(found).__name__}"
+    raise ValueError(
+        "Leave out `layers=`, or name an `nn.Sequential`, whose children are run one after the"
+        f" other, or a list of blocks with it: layers={path!r} is {what}. The module has the"
+        f" `nn.Sequential`s {[n for n, m in parts.items() if isinstance(m, nn.Sequential)]}."
+    )
 
 
 def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
@@ -171,27 +149,9 @@ def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
             or any(isinstance(layer, ForeignLayer) for layer in m.children())
         )
     ]
-    ways = _ways_by_lists(module)
-    if not holders:
-        way = (
-            "Build the model as an `nn.Sequential` of layers and assign it to an attribute"
-            " (`training_step` stays as it is)"
-        )
-        raise ValueError(
-            f"{', or '.join((way, *ways))}. No `nn.Sequential` with trainable parameters was found"
-            " in the module, so there are no layers to put on stages."
-        )
     names = outermost([name for name, _ in holders])
-    if len(names) > 1:
-        way = (
-            "make one `nn.Sequential` of all layers, like `nn.Sequential(*encoder, *head)`, or name"
-            " the one to cut with `layers=` and freeze the others"
-        )
-        said = ", or ".join((*ways, way))
-        raise ValueError(
-            f"{said[0].upper()}{said[1:]}. Several `nn.Sequential`s hold trainable parameters:"
-            f" {names}."
-        )
+    if len(names) != 1:
+        _refuse_sequences(module, names)
     (name,) = names
     sequence = dict(holders)[name]
     children = list(sequence.named_children())
@@ -201,35 +161,39 @@ def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
     return name, sequence
 
 
-def _ways_by_lists(module: nn.Module) -> list[str]:
-    """Returns what to do with a module's lists of blocks, if there are any."""
-    found = {n: m for n, m in module.named_modules() if isinstance(m, nn.ModuleList)}
-    lists = outermost([name for name, m in found.items() if trainable_ids(m)])
+def _refuse_sequences(module: nn.Module, names: Sequence[str]) -> NoReturn:
+    """Says what to do where several sequences, or none, hold trainable parameters."""
+    found = f"Several `nn.Sequential`s hold trainable parameters: {names}"
+    ways: list[str] = []
+    if not names:
+        found = "No `nn.Sequential` holds trainable parameters, so no layers are found for stages"
+        ways = [
+            "build the model as an `nn.Sequential` of layers and assign it to an attribute"
+            " (`training_step` stays as it is)"
+        ]
+    parts = module.named_modules()
+    lists = outermost([n for n, m in parts if isinstance(m, nn.ModuleList) and trainable_ids(m)])
     inside = [name for name in lists if "." in name]
     if inside:
-        return [f"name the list of its blocks with `layers=`, one of {inside}"]
-    if lists:
-        return [
+        ways.append(f"name the list of its blocks with `layers=`, one of {inside}")
+    elif lists:
+        ways.append(
             f"put the model into a module of its own, whose forward runs the blocks of {lists[0]!r}"
             f" in order, and name it with `layers='model.{lists[0]}'`"
-        ]
-    return []
-
-
-def _sequences(module: nn.Module) -> list[str]:
-    return [n for n, m in module.named_modules() if isinstance(m, nn.Sequential)]
+        )
+    if names:
+        ways.append(
+            "make one `nn.Sequential` of all layers, like `nn.Sequential(*encoder, *head)`, or name"
+            " the one to cut with `layers=` and freeze the others"
+        )
+    said = ", or ".join(ways)
+    raise ValueError(f"{said[0].upper()}{said[1:]}. {found}.")
 
 
 def choose_partition(
     layers: Layers, partition: str | Sequence[int], num_stages: int
 ) -> tuple[int, ...]:
-    """Returns the number of layers of each stage.
-
-    Args:
-        layers: Layers of the pipelined module.
-        partition: ``"parameters"``, ``"uniform"``, or the layers per stage; ``"profile"`` begins
-            with the partition of ``"parameters"``.
-        num_stages: Number of stages of the pipeline.
+    """Returns the number of layers of each stage; ``"profile"`` begins as ``"parameters"``.
 
     Raises:
         ValueError: The partition does not fit the layers or the stages.
@@ -276,12 +240,7 @@ def refuse_places_outside(module: nn.Module, path: str, pipelined: nn.Module) ->
 
 
 def refuse_ties(ties: Sequence[Tie], reason: str) -> None:
-    """Checks that there are no ties.
-
-    Args:
-        ties: The ties to refuse.
-        reason: Why they are not possible, and what to do instead; ends with a full stop.
-    """
+    """Checks that there are no ties; the reason, a sentence, says what to do instead."""
     if ties:
         raise ValueError(
             f"The parameters {ties[0]} are tied. {reason} Or put both layers on one stage with"

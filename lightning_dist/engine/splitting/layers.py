@@ -8,7 +8,7 @@ its own layers one after the other. Other modules hold layers in other ways
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -74,14 +74,9 @@ class Layers:
         ]
 
     def stage(self, first: int, end: int) -> nn.Module:
-        """Returns a module that runs some layers of this rank, under their own names.
+        """Returns a module that runs layers of this rank, from a first to before an end.
 
-        Args:
-            first: Index of the first layer.
-            end: Index after the last layer.
-
-        Returns:
-            A module to call with the result of :meth:`layer_input`.
+        It has them under their own names, and is called with the result of :meth:`layer_input`.
         """
         raise NotImplementedError
 
@@ -90,21 +85,13 @@ class Layers:
     ) -> Any:
         """Returns the input of a stage's layers.
 
-        Args:
-            is_first: Whether the stage is the first.
-            received: Activation from the stage before.
-            arguments: Positional arguments of the pipelined module's call in the user's step.
-            keywords: Keyword arguments of the pipelined module's call.
+        It is made of the activation from the stage before, and of the positional and keyword
+        arguments of the pipelined module's call in the user's step.
         """
         raise NotImplementedError
 
     def run(self, stage: nn.Module, value: Any) -> Any:
-        """Runs a stage's layers, compiled if the call of the pipelined module is.
-
-        Args:
-            stage: The result of :meth:`stage`, or a module in its place.
-            value: The result of :meth:`layer_input`.
-        """
+        """Runs a stage's layers, compiled if the call of the pipelined module is."""
         return stage(value)
 
     def beside(self, layer_index: int) -> dict[str, Tensor]:
@@ -151,6 +138,54 @@ class LayerSequence(Layers):
     @override
     def run(self, stage: nn.Module, value: Any) -> Any:
         return self.compiler.resume(stage, value)
+
+
+class WholeStep(Layers):
+    """A user's whole step as the one layer of a pipeline of one stage.
+
+    No module is cut, so none has to be found in the step, which may call any of the user's modules
+    as often as it likes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, [("",)])
+
+    @override
+    def stage(self, first: int, end: int) -> nn.Module:
+        return _Step(self.module)
+
+    @override
+    def layer_input(
+        self, is_first: bool, received: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Any:
+        (step,) = arguments
+        return step
+
+
+class StepInterceptor:
+    """Takes the place of :class:`.ForwardInterceptor`, around the whole step."""
+
+    def detach(self) -> None:
+        """Does nothing: no forward has been replaced."""
+
+    def run(self, step: Callable[[], Any], layers: Callable[..., Any], *, leaves: bool) -> Any:
+        """Runs a step as the layers of its stage, which is the last."""
+        assert not leaves
+        return layers(step)
+
+
+class _Step(nn.Module):
+    """Runs steps; has the user's tensors and submodules under the same names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # The same dicts, so that weights swapped in one module are swapped in both.
+        self._parameters = module._parameters
+        self._buffers = module._buffers
+        self._modules = module._modules
+
+    def forward(self, step: Callable[[], Any]) -> Any:
+        return step()
 
 
 def layers_in(module: nn.Sequential | Layers) -> Layers:

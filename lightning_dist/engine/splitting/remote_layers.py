@@ -34,12 +34,7 @@ _RETURN_IT = (
 
 
 class RemoteLayersView:
-    """Sets the descriptions of other ranks' layers.
-
-    Args:
-        layers: Layers of the cut pipelined module.
-        device: Device that remote tensors would be on if this rank had them.
-    """
+    """Sets the descriptions of other ranks' layers, as if their tensors were on a device."""
 
     def __init__(self, layers: Layers, device: torch.device) -> None:
         self._found, self._device = layers, device
@@ -51,7 +46,7 @@ class RemoteLayersView:
     def end(self) -> None:
         """Removes the descriptions."""
         for layer in self._layers:
-            layer.answer_no_more()
+            layer.answer_by(layer.skeleton, Sight())
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -65,12 +60,7 @@ class RemoteLayersView:
 
 
 def describe(layer: ForeignLayer, device: torch.device) -> nn.Module:
-    """Creates the description of another rank's layer; a read of a value raises `ValueError`.
-
-    Args:
-        layer: The layer's placeholder on this rank.
-        device: Device that the layer's tensors would be on if this rank had them.
-    """
+    """Creates the description of another rank's layer; a read of a value raises `ValueError`."""
     skeleton = layer.skeleton
     stand_ins: dict[int, Tensor] = {}
     tensors = [*skeleton.named_parameters(), *skeleton.named_buffers()]

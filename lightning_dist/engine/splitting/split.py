@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.cut import cut, foreign_state_names, stage_of_layers, whole
+from lightning_dist.engine.splitting.cut import cut, stage_of_layers, structure_of, whole
 from lightning_dist.engine.splitting.find_layers import (
     choose_partition,
     find_layers,
@@ -124,8 +124,13 @@ class PipelineSplit:
 
     def foreign_names(self) -> set[str]:
         """Returns the entries of the whole model's state dict that other stages hold."""
-        names = foreign_state_names(self.layers, self.layers_per_stage, self.stages)
-        return {f"{self.path}.{name}" for name in names}
+        stages = stage_of_layers(self.layers_per_stage)
+        return {
+            f"{self.path}.{part.name}.{key}"
+            for part in self.layers.parts()
+            if stages[part.layer_index] not in self.stages
+            for key in structure_of(part.module).state_dict()
+        }
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Returns a module's state dict without the entries that other stages hold."""
@@ -140,13 +145,7 @@ class PipelineSplit:
 def find_split(
     module: nn.Module, config: PipelineConfig, num_ranks: int, rank: int
 ) -> PipelineSplit:
-    """Returns this rank's part of a model.
-
-    Args:
-        module: The whole model, or the part that an earlier split has left.
-        config: The user's configuration.
-        num_ranks: Number of ranks of the pipeline.
-        rank: This rank's index in the pipeline.
+    """Returns a rank's part of a model, which is whole or what an earlier split has left.
 
     Raises:
         ValueError: The model cannot be cut as configured.

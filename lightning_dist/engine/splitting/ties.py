@@ -63,11 +63,8 @@ def find_ties(module: nn.Sequential | Layers, layers_per_stage: Sequence[int]) -
 def tie_again(layers: Layers, ties: Sequence[Tie]) -> None:
     """Puts this rank's copies into the structure of foreign layers.
 
-    Sharding replaces a layer's parameters, but not those in the structure of foreign layers.
-
-    Args:
-        layers: Layers of the cut pipelined module.
-        ties: All ties of the pipeline, found before the parameters were replaced.
+    Sharding replaces a layer's parameters, but not those in the structure of foreign layers. The
+    ties are those found before.
     """
     parts = layers.parts()
     foreign = {p.name: p.module.skeleton for p in parts if isinstance(p.module, ForeignLayer)}

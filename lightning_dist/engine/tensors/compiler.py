@@ -45,11 +45,7 @@ class PausedCompiler:
         return bool(self._active) and not self.stays_paused
 
     def pause(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function with the compiler paused in it, except in :meth:`resume`.
-
-        Args:
-            function: The function, never traced; nested pauses are one.
-        """
+        """Returns a function, never traced, with the compiler paused but in :meth:`resume`."""
 
         def paused(*arguments: Any, **keywords: Any) -> Any:
             active, before = set_eval_frame(None), self._active
@@ -83,9 +79,6 @@ def keep_saved_tensors(splits_backwards: bool) -> AbstractContextManager[None]:
     Torch lets a compiled backward overwrite the saved tensors ("donated buffers"), and refuses it
     in a backward that keeps the graph, as a split one does. It compiles another one where the first
     backward keeps the graph, but not if an earlier run has left the compiled code in a cache.
-
-    Args:
-        splits_backwards: Whether a backward will keep its graph; else nothing is changed.
     """
     if not splits_backwards:
         return nullcontext()

@@ -18,11 +18,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Returns a number of 64 bits, on the tensor's device, that changes with any element.
-
-    Args:
-        tensor: A dense tensor of any shape and type.
-    """
+    """Returns a number of 64 bits, on a dense tensor's device, that changes with any element."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.detach().contiguous().flatten().view(_BITS[plain.element_size()])
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -32,12 +28,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def projection(tensor: Tensor) -> tuple[float, float]:
-    """Returns the product with a fixed random direction, and the norm.
+    """Returns the product of a dense, real tensor with a fixed random direction, and the norm.
 
     Tensors that are equal but for rounding have products that differ by little beside the norm.
-
-    Args:
-        tensor: A dense tensor of real numbers.
     """
     product, square = 0.0, 0.0
     for part, weights in _weighted(tensor.detach().flatten()):

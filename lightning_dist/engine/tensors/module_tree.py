@@ -135,12 +135,7 @@ class ParameterUse:
 
 
 def parameter_uses(root: nn.Module, units: Collection[str]) -> list[ParameterUse]:
-    """Returns the uses of each parameter, in the order of ``root.parameters()``.
-
-    Args:
-        root: The model.
-        units: Dotted names of the units below the root.
-    """
+    """Returns the uses of each parameter by units, in the order of ``root.parameters()``."""
     unit_names = {root.get_submodule(name): name for name in ("", *units)}
     names: dict[nn.Parameter, dict[Chain, str]] = {p: {} for p in root.parameters()}
     seen: set[tuple[nn.Module, Chain]] = set()
@@ -164,10 +159,6 @@ def split_parameters(root: nn.Module, units: Collection[str]) -> list[ParameterU
     """Returns the shared parameters that two units would both shard.
 
     ``fully_shard`` does not keep such a tie: torch 2.13 raises an error in the first forward.
-
-    Args:
-        root: The model.
-        units: Dotted names of the units below the root.
     """
     return [use for use in parameter_uses(root, units) if use.between]
 
@@ -176,10 +167,6 @@ def without_splits(root: nn.Module, units: Collection[str]) -> list[str]:
     """Returns the units but those that would split a shared parameter.
 
     Such a parameter then belongs to the unit around all its uses.
-
-    Args:
-        root: The model.
-        units: Dotted names of the units below the root.
     """
     dropped = {unit for use in split_parameters(root, units) for unit in use.between}
     return [unit for unit in units if unit not in dropped]

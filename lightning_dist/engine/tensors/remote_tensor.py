@@ -43,21 +43,17 @@ _MAKE_ANOTHER_LIKE_IT = {Tensor.to, Tensor.type_as}
 
 
 class RemoteTensor(Tensor):
-    """A tensor with a shape, a dtype and a device, and no values."""
+    """A tensor with a shape, a dtype and a device, and no values; or of which nothing is known."""
 
-    _sample: Tensor
+    _sample: Tensor | None  # of the dtype and on the device; None if nothing is known
     _reason: str
 
     @classmethod
     @override
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(isinstance(a, RemoteTensor) and a._sample is None for a in args):
+            raise _refusal((args, kwargs))
         if func in _OF_THE_SIZES:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         asks = func in _OF_THE_KIND or func in _MAKE_ONE_LIKE_IT
@@ -82,6 +78,8 @@ class RemoteTensor(Tensor):
 
     @override
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        if self._sample is None:
+            return "RemoteTensor()"
         return f"RemoteTensor({tuple(self.shape)}, {self.dtype}, device={str(self.device)!r})"
 
 
@@ -92,13 +90,7 @@ class UnknownValues(Tensor):
 
     @classmethod
     @override
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = flatten((args, kwargs))[0]
         unknown = next(tensor for tensor in given if isinstance(tensor, UnknownValues))
         known = [t for t in given if isinstance(t, Tensor) and not isinstance(t, UnknownValues)]
@@ -130,25 +122,6 @@ def _writes_into(func: Any, args: tuple[Any, ...]) -> list[Any]:
     return flatten(args[0])[0] if is_operator or in_place else []
 
 
-class AbsentValue(RemoteTensor):
-    """A tensor without values and shape, which only the rank that computes it knows."""
-
-    @classmethod
-    @override
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        raise _refusal((args, kwargs))
-
-    @override
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return "AbsentValue()"
-
-
 def absent(like: Tensor, dtype: torch.dtype, device: torch.device, reason: str) -> Tensor:
     """Creates the placeholder for a tensor of another rank.
 
@@ -171,8 +144,8 @@ def absent_value(reason: str) -> Tensor:
     empty = torch.empty((), device="meta")
     if _has_no_values(empty):
         return empty
-    made = empty.as_subclass(AbsentValue)
-    made._reason = reason
+    made = empty.as_subclass(RemoteTensor)
+    made._sample, made._reason = None, reason
     return made
 
 

@@ -101,12 +101,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Broadcasts the first rank's random states. Collective: all ranks of a gloo group call it.
-
-    Args:
-        group: The ranks.
-        device: This rank's device, whose generator is shared beside the CPU's.
-    """
+    """Broadcasts the first rank's random states. Collective: all ranks of a gloo group call it."""
     if dist.get_world_size(group) == 1:
         return
     states = random_states(device)
@@ -119,11 +114,8 @@ def first_ranks_numbers(group: dist.ProcessGroup, device: torch.device) -> Itera
     """Lets all ranks of a gloo group draw the first rank's numbers, as while a model is built.
 
     Collective: every rank of the group must enter it. Afterwards a rank whose random states
-    differed from the first rank's has its own.
-
-    Args:
-        group: The ranks.
-        device: This rank's device, on which Lightning builds a model late.
+    differed from the first rank's has its own. The device's are included, on which Lightning builds
+    a model late.
     """
     own = random_states(device)
     share_random_state(group, device)

@@ -19,11 +19,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one tensor in a skeleton.
-
-    Attributes:
-        index: Position in the flat list of tensors.
-    """
+    """The place of one tensor in a skeleton, by its position in the flat list of tensors."""
 
     index: int
 

@@ -126,12 +126,7 @@ def example_of(signature: inspect.Signature, call: Call) -> Call:
 
 
 class CallCheck:
-    """Compares calls with the traced call.
-
-    Args:
-        program: The trace.
-        example: The traced call.
-    """
+    """Compares calls with the traced call."""
 
     def __init__(self, program: ExportedProgram, example: Call) -> None:
         self._leaves = example.leaves

@@ -18,7 +18,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -87,7 +86,8 @@ def export(
         torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False),
         _nothing_lost(module),
         _quiet(),
-        _unchecked_distributions(),
+        # Distributions look at the values of their parameters otherwise, which a graph has not.
+        mock.patch.object(Distribution, "_validate_args", False),
     ):
         try:
             program = torch.export.export(
@@ -133,9 +133,7 @@ class _Attributes(TorchFunctionMode):
     no stage knows the other's.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DATA and is_called_by_user():
             if func == _DATA[0]:
                 return args[0].detach()
@@ -150,24 +148,14 @@ _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def _no_new_buffers(root: nn.Module) -> Iterator[None]:
-    """Raises an error where the user's code sets a buffer; of the root's torch takes care."""
+def _nothing_lost(root: nn.Module) -> Iterator[None]:
+    """Raises an error for code that torch silently leaves out of graphs."""
 
     def no_new_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
         is_new = value is not module._buffers.get(name)  # `+=` sets what it has written into
-        if is_new and module is not root and is_called_by_user():
+        if is_new and module is not root and is_called_by_user():  # of the root's torch takes care
             raise _LostError(f"sets the buffer {name!r} of a {type(module).__name__}", _COPY)
 
-    hook = register_module_buffer_registration_hook(no_new_buffer)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def _nothing_lost(module: nn.Module) -> Iterator[None]:
-    """Raises an error for code that torch silently leaves out of graphs."""
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -179,8 +167,8 @@ def _nothing_lost(module: nn.Module) -> Iterator[None]:
         warnings.simplefilter("always")
         with (
             mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
+            register_module_buffer_registration_hook(no_new_buffer),
             _Attributes(),
-            _no_new_buffers(module),
         ):
             yield
     for text in (str(warning.message) for warning in caught):
@@ -195,13 +183,6 @@ def _nothing_lost(module: nn.Module) -> Iterator[None]:
                 " it from the forward; or, if it is a running value, register it as a buffer and"
                 " write into that in place."
             )
-
-
-@contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """Lets distributions take parameters without a look at their values, which a graph has not."""
-    with mock.patch.object(Distribution, "_validate_args", False):
-        yield
 
 
 @contextmanager
@@ -234,18 +215,15 @@ def _explain(error: Exception) -> str:
             " `torch.cond`), or decide in `training_step`; take numbers from Python, as `range`"
             " gives them, and not from a tensor by `tolist()` or `item()`. " + _INSTEAD
         )
-    if _is_mask_compared(error.__traceback__):
+    # Private, but no more than a name: without it the advice is the general one.
+    names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    if "_detect_is_causal_mask" in names:
         advice = (
             "torch's transformers compare a mask with a causal one, unless they are told: pass"
             " `is_causal=` (to a decoder, `tgt_is_causal=`) beside the mask."
         )
     place = place_of(error.__traceback__)
     return f"torch.export cannot trace the forward{place}. It says: {reason}. {advice}"
-
-
-def _is_mask_compared(found: TracebackType | None) -> bool:
-    # Private, but no more than a name: without it the advice is the general one.
-    return any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(found))
 
 
 def _refuse_fixed_batch(program: ExportedProgram, call: Call) -> None:

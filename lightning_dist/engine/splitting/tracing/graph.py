@@ -122,12 +122,7 @@ class TraceGraph:
 
 
 def graph_of(program: ExportedProgram, canonical: Mapping[str, str]) -> TraceGraph:
-    """Returns the graph of an exported program.
-
-    Args:
-        program: Result of :func:`.export`.
-        canonical: The first name of each parameter and buffer by all of its names.
-    """
+    """Returns the graph of an exported program, by the first names of parameters and buffers."""
     placeholders = program.graph.find_nodes(op="placeholder")
     pairs = list(zip(placeholders, program.graph_signature.input_specs, strict=True))
     held = [(n, spec) for n, spec in pairs if spec.kind.name in ("PARAMETER", "BUFFER")]

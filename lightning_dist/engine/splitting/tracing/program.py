@@ -38,6 +38,7 @@ from lightning_dist.engine.splitting.tracing.reads import (
     Held,
     Parts,
     Place,
+    Structure,
     changed_places,
     differing,
     name_of,
@@ -46,7 +47,6 @@ from lightning_dist.engine.splitting.tracing.reads import (
     parts_of_module,
 )
 from lightning_dist.engine.splitting.tracing.segment import Segment, cut_graph
-from lightning_dist.engine.splitting.tracing.structure import Structure
 from lightning_dist.engine.tensors.patch import TracedHook, hooks_of
 
 _TRACED_ON = torch.device("cpu")
@@ -55,19 +55,11 @@ _MAX_GRAPHS = 8  # enough unless a number changes at each step
 
 @dataclass(frozen=True, eq=False)
 class _Trace:
-    """A graph and the calls that it is for.
-
-    Attributes:
-        form: The form of the calls.
-        has_grad: The grad mode, if the forward has asked for it.
-        values: What the forward has read.
-        check: Compares calls with the traced one.
-        graph: The graph.
-    """
+    """A graph and the calls that it is for."""
 
     form: Form
-    has_grad: bool | None
-    values: Mapping[Place, Held]
+    has_grad: bool | None  # if the forward has asked for it
+    values: Mapping[Place, Held]  # what the forward has read
     check: CallCheck
     graph: TraceGraph
 

@@ -20,28 +20,17 @@ from lightning_dist.engine.tensors.remote_tensor import absent
 
 
 class RemovedTensors:
-    """Parameters and buffers of a module that other ranks hold.
+    """Parameters and buffers of a module that other ranks hold; none at first."""
 
-    Args:
-        module: The module to remove tensors from.
-        names: Names of the tensors to remove; of a tied tensor all names.
-    """
-
-    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
-        self._module = (module,)  # in a tuple, where nn.Module does not look for submodules
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
         self._shapes: dict[str, Tensor] = {}
         self._described: dict[str, Tensor] = {}
-        self.take(names)
 
     def take(self, names: Collection[str]) -> None:
-        """Removes tensors.
-
-        Args:
-            names: Names of the tensors to remove; of a tied tensor all names.
-        """
-        (module,) = self._module
-        places = {name: _place_of(module, name) for name in names}
+        """Removes tensors; of a tied one all names are given."""
+        places = {name: _place_of(self._module, name) for name in names}
         by_identity: dict[int, Tensor] = {}
         for name, (tensors, key) in places.items():
             tensor = tensors[key]
@@ -51,22 +40,17 @@ class RemovedTensors:
             tensors[key] = None
         self._places |= places
         for name in {name.rpartition(".")[0] for name in names} - {""}:
-            _refuse_calls(module.get_submodule(name), name)
+            _refuse_calls(self._module.get_submodule(name), name)
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
-        """Restores tensors, which are this rank's from now on.
-
-        Args:
-            values: Tensors by name; a tied tensor under all of its names.
-        """
-        (module,) = self._module
+        """Restores tensors, a tied one under all names, which are this rank's from now on."""
         for name, tensor in values.items():
             tensors, key = self._places.pop(name)
             del self._shapes[name]
             tensors[key] = tensor
         still_away = {name.rpartition(".")[0] for name in self._places}
         for name in {name.rpartition(".")[0] for name in values} - still_away - {""}:
-            del module.get_submodule(name).forward
+            del self._module.get_submodule(name).forward
 
     @property
     def names(self) -> set[str]:
@@ -87,11 +71,7 @@ class RemovedTensors:
 
     @contextmanager
     def as_remote(self, device: torch.device) -> Iterator[None]:
-        """Returns a context manager with remote tensors in place; a read of a value is an error.
-
-        Args:
-            device: Device that the tensors would be on if this rank had them.
-        """
+        """Returns a context manager with remote tensors in place; a read of a value is an error."""
         known = self._described
         for name, shape in self._shapes.items():
             if name not in known or known[name].device != device:

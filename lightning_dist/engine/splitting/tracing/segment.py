@@ -98,13 +98,7 @@ def _alive_before(graph: TraceGraph, parts: Sequence[Sequence[fx.Node]]) -> list
 
 
 class _Code:
-    """Operations that run on any device.
-
-    Args:
-        origin: Module with the blocks that the operations call.
-        constants: Tensors by placeholder.
-        device: Device of the trace.
-    """
+    """Operations, of a trace on one device, that run on any device."""
 
     def __init__(
         self, origin: nn.Module, constants: Mapping[fx.Node, Any], device: torch.device

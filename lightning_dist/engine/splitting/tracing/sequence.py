@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import update_wrapper
 from typing import Any
 
@@ -24,17 +24,11 @@ from lightning_dist.engine.splitting.blocks import without_cache
 from lightning_dist.engine.splitting.layers import LayerSequence
 from lightning_dist.engine.splitting.tracing.program import TraceProgram
 from lightning_dist.engine.splitting.tracing.removed_tensors import RemovedTensors
-from lightning_dist.engine.tensors.compiler import PausedCompiler, refuse_wrapper
+from lightning_dist.engine.tensors.compiler import refuse_wrapper
 
 
 class TracedLayer(nn.Module):
-    """One layer.
-
-    Args:
-        program: The graphs of the traced module.
-        index: Index of the layer.
-        parameters: The layer's parameters by their names in the traced module.
-    """
+    """One layer, with its parameters by their names in the traced module."""
 
     def __init__(
         self, program: TraceProgram, index: int, parameters: Mapping[str, nn.Parameter]
@@ -52,25 +46,19 @@ class TracedLayer(nn.Module):
         return {name: self._parameters[key] for name, key in self._keys.items()}  # type: ignore[misc]
 
     def forward(self, values: Any) -> Any:
-        """Runs the layer.
-
-        Args:
-            values: Output of the layer before, or the leaves of the call.
-        """
+        """Runs the layer on the output of the layer before, or the leaves of the call."""
         return self._program.run(self._index, values, self.named_tensors())
 
 
-class TracedSequence(nn.Sequential):
-    """The layers of a traced module.
+class TracedLayers(LayerSequence):
+    """The layers of a traced module, which replace its forward; its buffers are beside them.
 
-    Args:
-        module: The user's module; this sequence replaces its forward.
-        args: Positional arguments of an example call.
-        kwargs: Keyword arguments of the example call.
-        casts: As for :class:`TraceProgram`.
+    The arguments are as for :class:`.TraceProgram`.
 
     Attributes:
+        program: The layers' graphs.
         saved: Names of the module's tensors, by their keys in its state dict.
+        away: The module's tensors that other ranks hold.
 
     Raises:
         ValueError: The module cannot be traced.
@@ -90,18 +78,12 @@ class TracedSequence(nn.Sequential):
         for index, own in enumerate(program.names):
             used = {name: p for name, p in parameters.items() if name in own}
             layers[str(index)] = TracedLayer(program, index, used)
-        super().__init__(layers)
+        super().__init__(nn.Sequential(layers))
         self.program = program
         self.saved = names_of_saved(module)
-        self.away: RemovedTensors | None = None
-        self.compiler = PausedCompiler()
-        self._module = (module,)  # in a tuple, where nn.Module does not look for submodules
+        self.away = RemovedTensors(module)
+        self._traced = module
         module.forward = _TracedForward(self)
-
-    @property
-    def traced(self) -> nn.Module:
-        """The user's module."""
-        return self._module[0]
 
     def names_in(self, layers: Sequence[int]) -> set[str]:
         """Returns all names that the tensors of some layers have in the traced module."""
@@ -110,23 +92,13 @@ class TracedSequence(nn.Sequential):
 
     def keep(self, layers: Sequence[int]) -> None:
         """Removes the tensors of all other layers from the traced module, at the first call."""
-        if self.away is None:
-            names = self.names_in(range(len(self))) - self.names_in(layers)
-            self.away = RemovedTensors(self._module[0], names)
-
-
-class TracedLayers(LayerSequence):
-    """The layers of a traced module, whose buffers are beside them."""
-
-    def __init__(self, sequence: TracedSequence) -> None:
-        super().__init__(sequence)
-        self._sequence = sequence
-        self.compiler = sequence.compiler
+        if not self.away.names:
+            self.away.take(self.names_in(range(len(self))) - self.names_in(layers))
 
     @property
     @override
     def users_module(self) -> nn.Module:
-        return self._sequence.traced
+        return self._traced
 
     @property
     @override
@@ -134,7 +106,7 @@ class TracedLayers(LayerSequence):
         return "traced from its first call"
 
     def _parameters_of(self, layer_index: int) -> dict[str, nn.Parameter]:
-        layer = self._sequence[layer_index]
+        layer = self.module.get_submodule(str(layer_index))
         assert isinstance(layer, TracedLayer)
         return layer.named_tensors()
 
@@ -144,7 +116,7 @@ class TracedLayers(LayerSequence):
     ) -> Any:
         value = super().layer_input(is_first, received, arguments, keywords)
         # A backward that runs the layers again may come behind a later call, of another graph.
-        return self._sequence.program.same_graph(), value
+        return self.program.same_graph(), value
 
     @override
     def run(self, stage: nn.Module, value: Any) -> Any:
@@ -161,44 +133,42 @@ class TracedLayers(LayerSequence):
 
     @override
     def beside(self, layer_index: int) -> dict[str, Tensor]:
-        names = self._sequence.program.names[layer_index]
+        names = self.program.names[layer_index]
         buffers = names - self._parameters_of(layer_index).keys()
-        return {name: self._sequence.traced.get_buffer(name) for name in buffers}
+        return {name: self._traced.get_buffer(name) for name in buffers}
 
     @override
     def in_step(self, device: torch.device) -> AbstractContextManager[None]:
-        away = self._sequence.away
-        return nullcontext() if away is None else away.as_remote(device)
+        return self.away.as_remote(device)
 
     @override
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
-        away, canonical = self._sequence.away, self._sequence.program.canonical
-        assert away is not None
+        away, canonical = self.away, self.program.canonical
         known: dict[str, Tensor] = dict(beside)
         for index in own_layers:
             known |= self._parameters_of(index)
-        own = self._sequence.names_in(own_layers)
+        own = self.names_in(own_layers)
         away.restore({name: known[canonical[name]] for name in own & away.names})
-        away.take(self._sequence.names_in(range(len(self))) - own - away.names)
+        away.take(self.names_in(range(len(self))) - own - away.names)
 
 
 class _TracedForward:
     """The forward of a traced module, with the signature of the user's own."""
 
-    def __init__(self, sequence: TracedSequence) -> None:
-        update_wrapper(self, sequence.traced.forward)
-        self.sequence = sequence
-        self._paused = sequence.compiler.pause(self._run)
+    def __init__(self, layers: TracedLayers) -> None:
+        update_wrapper(self, layers.users_module.forward)
+        self.layers = layers
+        self._paused = layers.compiler.pause(self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._paused(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        given = without_cache(self.sequence.traced, kwargs)
-        return self.sequence(self.sequence.program.begin(args, given))
+        given = without_cache(self.layers.users_module, kwargs)
+        return self.layers.module(self.layers.program.begin(args, given))
 
 
-def sequence_of(module: nn.Module) -> TracedSequence | None:
+def traced_layers(module: nn.Module) -> TracedLayers | None:
     """Returns the layers of a module that has been traced before; else None."""
     forward = vars(module).get("forward")
-    return forward.sequence if isinstance(forward, _TracedForward) else None
+    return forward.layers if isinstance(forward, _TracedForward) else None

@@ -23,7 +23,7 @@ from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import stage_of_layers
 from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_outside
-from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.layers import WholeStep
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.tracing.call import (
     SET_AN_EXAMPLE,
@@ -33,13 +33,7 @@ from lightning_dist.engine.splitting.tracing.call import (
     example_of,
     watch_call,
 )
-from lightning_dist.engine.splitting.tracing.program import TraceProgram
-from lightning_dist.engine.splitting.tracing.sequence import (
-    TracedLayers,
-    TracedSequence,
-    sequence_of,
-)
-from lightning_dist.engine.splitting.whole_step import WholeStep
+from lightning_dist.engine.splitting.tracing.sequence import TracedLayers, traced_layers
 
 _NO_EXAMPLE = CallExample()
 
@@ -48,13 +42,7 @@ _NO_EXAMPLE = CallExample()
 class TracedSplit(PipelineSplit):
     """One rank's part of a module that was traced."""
 
-    @property
-    @override
-    def sequence(self) -> TracedSequence:
-        """The sequence that replaces the module's forward."""
-        sequence = self.layers.module
-        assert isinstance(sequence, TracedSequence)
-        return sequence
+    layers: TracedLayers
 
     @property
     def _prefix(self) -> str:
@@ -67,7 +55,7 @@ class TracedSplit(PipelineSplit):
 
     def _names_in(self, layers: Sequence[int]) -> set[str]:
         """Returns the names that the tensors of some layers have in the user's module."""
-        return {f"{self._prefix}{name}" for name in self.sequence.names_in(layers)}
+        return {f"{self._prefix}{name}" for name in self.layers.names_in(layers)}
 
     @property
     def _all_names(self) -> set[str]:
@@ -76,12 +64,11 @@ class TracedSplit(PipelineSplit):
     @override
     def cut(self) -> None:
         super().cut()
-        self.sequence.keep(self._own_layers)
+        self.layers.keep(self._own_layers)
 
     @override
     def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
-        away = self.sequence.away
-        return nullcontext() if away is None else away.as_empty(device)
+        return self.layers.away.as_empty(device)
 
     @override
     def tensors_outside(self, module: nn.Module) -> list[Tensor]:
@@ -92,15 +79,15 @@ class TracedSplit(PipelineSplit):
     @override
     def foreign_names(self) -> set[str]:
         everything, own = range(len(self.layers)), self._own_layers
-        away = self.sequence.names_in(everything) - self.sequence.names_in(own)
-        return {self._prefix + key for key, name in self.sequence.saved.items() if name in away}
+        away = self.layers.names_in(everything) - self.layers.names_in(own)
+        return {self._prefix + key for key, name in self.layers.saved.items() if name in away}
 
     @override
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        away = set() if self.sequence.away is None else self.sequence.away.names
+        away = self.layers.away.names
         with self.whole():  # a layer may write its tensors by itself, whether it has them or not
             state = module.state_dict()
-        for key, name in self.sequence.saved.items():
+        for key, name in self.layers.saved.items():
             if name in away:
                 state.pop(self._prefix + key, None)
         return state
@@ -108,7 +95,7 @@ class TracedSplit(PipelineSplit):
     @override
     def is_stored_here(self, name: str) -> bool:
         key = name.removeprefix(self._prefix)
-        tensor = f"{self._prefix}{self.sequence.saved.get(key, key)}"
+        tensor = f"{self._prefix}{self.layers.saved.get(key, key)}"
         if not name.startswith(self._prefix) or tensor not in self._all_names:
             return self.has_last
         return tensor in self._names_in(self._own_layers)
@@ -124,23 +111,16 @@ def find_traced_split(
 ) -> PipelineSplit:
     """Traces a module, or takes an earlier trace of it, and returns this rank's part.
 
-    With one stage, nothing is traced: the stage is the whole module.
-
-    Args:
-        module: The user's module.
-        config: The user's configuration.
-        num_ranks: Number of ranks of the pipeline.
-        rank: This rank's index in the pipeline.
-        half: Chooses the modules that compute in half precision, in the graphs too.
-        example: Sources of an example call.
+    With one stage, nothing is traced: the stage is the whole module. Graphs have the casts of
+    ``half`` built in.
 
     Raises:
         ValueError: The module cannot be traced or cut as configured.
     """
     rank_of_stage = config.rank_of_stage(num_ranks)
     if len(rank_of_stage) == 1:
-        layers = WholeStep(module)
-        return PipelineSplit("", layers, (1,), stages=(0,), rank_of_stage=(0,), ties=())
+        step = WholeStep(module)
+        return PipelineSplit("", step, (1,), stages=(0,), rank_of_stage=(0,), ties=())
     path = config.layers.partition(":")[2]
     if config.layers in ("auto", "trace"):
         path = _find_trainable(module, example.has_forward)
@@ -153,17 +133,16 @@ def find_traced_split(
             " what is in them."
         ) from None
     casts = None if half is None else TracedCasts(half, path)
-    sequence = sequence_of(traced)
-    if sequence is None:
+    layers = traced_layers(traced)
+    if layers is None:
         refuse_outside(module, path, traced, kind="traced")
-        sequence = _trace(module, traced, path, casts, example)
-    if sequence.program.casts != casts:
+        layers = _trace(module, traced, path, casts, example)
+    if layers.program.casts != casts:
         raise ValueError(
             f"{path!r} was traced for an earlier run in another precision, which is built into its"
             " graphs. Make the module anew, or use the same MixedPrecision in each run."
         )
-    layers = TracedLayers(sequence)
-    partition = _choose_partition(layers, sequence.program, config, len(rank_of_stage), path)
+    partition = _choose_partition(layers, config, len(rank_of_stage), path)
     return TracedSplit(
         path=path,
         layers=layers,
@@ -176,15 +155,15 @@ def find_traced_split(
 
 def is_traced(module: nn.Module) -> bool:
     """Returns whether an earlier run has traced the module, or a part of it."""
-    return any(sequence_of(part) is not None for part in module.modules())
+    return any(traced_layers(part) is not None for part in module.modules())
 
 
 def _find_trainable(module: nn.Module, has_forward: Callable[[], bool]) -> str:
     """Returns the name of the one attribute that holds all trainable parameters."""
-    traced = [n for n, child in module.named_children() if sequence_of(child) is not None]
+    traced = [n for n, child in module.named_children() if traced_layers(child) is not None]
     if traced:  # by an earlier run
         return traced[0]
-    if sequence_of(module) is not None:
+    if traced_layers(module) is not None:
         return ""
     holders = [
         name
@@ -213,13 +192,13 @@ def _trace(
     path: str,
     casts: TracedCasts | None,
     example: CallExample,
-) -> TracedSequence:
+) -> TracedLayers:
     if example.inputs is None and example.observe is not None:
         args, kwargs = example.observe(traced, path)
     else:
         args, kwargs = _example_of(module, traced, path, casts, example)
     try:
-        return TracedSequence(traced, args, kwargs, casts)
+        return TracedLayers(traced, args, kwargs, casts)
     except ValueError as error:
         title = f"layers='trace', {path!r} ({type(traced).__name__}): "
         raise ValueError(f"{title}{error}") from error.__cause__
@@ -280,9 +259,9 @@ def _watch_call(module: nn.Module, traced: nn.Module, path: str, arguments: Argu
 
 
 def _choose_partition(
-    layers: Layers, program: TraceProgram, config: PipelineConfig, num_stages: int, path: str
+    layers: TracedLayers, config: PipelineConfig, num_stages: int, path: str
 ) -> tuple[int, ...]:
-    titles, uncut = program.titles, program.uncut
+    titles, uncut = layers.program.titles, layers.program.uncut
     if len(titles) < num_stages:
         found = (
             f"layers='trace' finds too few layers in {path!r} for {num_stages} stages"

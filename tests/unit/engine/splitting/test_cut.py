@@ -18,13 +18,13 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
 from lightning_dist.engine.splitting.cut import (
     ForeignLayer,
     cut,
-    foreign_state_names,
     is_cut,
     layers_of,
     skeleton_of,
     whole,
 )
 from lightning_dist.engine.splitting.layers import LayerSequence
+from lightning_dist.engine.splitting.split import PipelineSplit
 
 
 def sequence() -> nn.Sequential:
@@ -34,10 +34,11 @@ def sequence() -> nn.Sequential:
 def test_names_stay_and_foreign_layers_hold_nothing() -> None:
     net = sequence()
     names = {name for name, _ in net.named_parameters()}
-    assert foreign_state_names(net, [1, 3], [1]) == {"0.weight", "0.bias"}
-    cut(net, [1, 3], [1])
+    split = PipelineSplit("net", LayerSequence(net), (1, 3), (1,), rank_of_stage=(0, 1), ties=())
+    assert split.foreign_names() == {"net.0.weight", "net.0.bias"}
+    split.cut()
     assert {name for name, _ in net.named_parameters()} == {n for n in names if n[0] != "0"}
-    assert foreign_state_names(net, [1, 3], [1]) == {"0.weight", "0.bias"}
+    assert split.foreign_names() == {"net.0.weight", "net.0.bias"}
     with pytest.raises(ValueError, match="Layer '0' lives on stage 0"):
         net(torch.ones(1, 2))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.sample_dim import warn_of_time_first
+from lightning_dist.engine.tensors.samples import warn_of_time_first
 from tests.helpers.block_parity import largest_difference
 
 TIME, SAMPLES, SIZE = 5, 4, 6

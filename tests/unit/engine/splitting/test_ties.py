@@ -5,8 +5,9 @@ import copy
 import torch
 from torch import nn
 
-from lightning_dist.engine.splitting.cut import cut, foreign_state_names, whole
+from lightning_dist.engine.splitting.cut import cut, whole
 from lightning_dist.engine.splitting.layers import layers_in
+from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.ties import Tie, find_ties, tie_again
 
 
@@ -75,10 +76,11 @@ def test_a_stage_has_its_own_name_of_a_tied_parameter_and_no_other() -> None:
     net = sequence()
     names = set(net.state_dict())
     own = {"3.weight", "3.bias", "3.extra"}
-    assert foreign_state_names(net, [1, 1, 1, 1], [3]) == names - own
-    cut(net, [1, 1, 1, 1], [3])
+    split = PipelineSplit("net", layers_in(net), (1, 1, 1, 1), (3,), (0, 1, 2, 3), ties=())
+    assert split.foreign_names() == {f"net.{name}" for name in names - own}
+    split.cut()
     assert set(net.state_dict()) == own
-    assert foreign_state_names(net, [1, 1, 1, 1], [3]) == names - own
+    assert split.foreign_names() == {f"net.{name}" for name in names - own}
 
 
 def test_new_parameters_are_tied_to_what_other_stages_share() -> None:

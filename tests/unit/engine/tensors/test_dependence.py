@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dist.engine.tensors.dependence import DependenceWatch
+from lightning_dist.engine.tensors.observers import DependenceWatch
 
 
 class ReadError(Exception):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.splitting.tracing.sequence import TracedSequence
+from lightning_dist.engine.splitting.tracing.sequence import TracedLayers
 
 
 class Two(nn.Module):
@@ -69,7 +69,7 @@ def test_computes_what_the_module_does(class_: type[Two]) -> None:
     module = class_()
     original = copy.deepcopy(module)
     x = torch.linspace(-1, 2, 12).reshape(3, 4)
-    sequence = TracedSequence(module, (x,), {})
+    sequence = TracedLayers(module, (x,), {})
     half = torch.autocast("cpu", dtype=torch.bfloat16)
     for context in (nullcontext(), half, nullcontext()):
         with context:
@@ -77,7 +77,7 @@ def test_computes_what_the_module_does(class_: type[Two]) -> None:
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
     module.to("meta")
-    for layer in sequence:
+    for layer in sequence.module:
         layer.to("meta")
     output = module(x.to("meta"))
     assert (output.shape, output.device.type) == ((3, 4), "meta")

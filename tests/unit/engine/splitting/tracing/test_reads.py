@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.tracing import program as trace_program
 from lightning_dist.engine.splitting.tracing.reads import alike
-from lightning_dist.engine.splitting.tracing.sequence import TracedSequence
+from lightning_dist.engine.splitting.tracing.sequence import TracedLayers
 
 
 class Two(nn.Module):
@@ -158,7 +158,7 @@ def test_a_change_of_what_is_read_is_followed(module: Two, change: Callable[[Any
     module = copy.deepcopy(module).train()
     original = copy.deepcopy(module)
     x = torch.linspace(-1, 2, 12).reshape(3, 4)
-    TracedSequence(module, (x,), {})
+    TracedLayers(module, (x,), {})
     before = original(x)
     assert torch.equal(module(x), before)
     for each in (module, original):
@@ -187,10 +187,10 @@ def test_what_cannot_be_copied_is_refused() -> None:
     x = torch.rand(3, 4)
     module = ReadsTrainer(_trainer=SimpleNamespace(epoch=3))
     with pytest.raises(ValueError, match=r"reads `_trainer`, a SimpleNamespace.*on_train_epoch_st"):
-        TracedSequence(module, (x,), {})
-    TracedSequence(Two(_trainer=threading.Lock), (x,), {})
+        TracedLayers(module, (x,), {})
+    TracedLayers(Two(_trainer=threading.Lock), (x,), {})
     module = ReadsObject(config=SimpleNamespace(rate=1.0))
-    TracedSequence(module, (x,), {})
+    TracedLayers(module, (x,), {})
     module.config = Uncopied()
     with pytest.raises(ValueError, match=r"reads `config`, a Uncopied.*cannot.*a file is open"):
         module(x)
@@ -198,7 +198,7 @@ def test_what_cannot_be_copied_is_refused() -> None:
 
 def test_a_part_of_another_class_is_refused() -> None:
     module = Two()
-    TracedSequence(module, (torch.rand(3, 4),), {})
+    TracedLayers(module, (torch.rand(3, 4),), {})
     module.drop = nn.Identity()
     with pytest.raises(ValueError, match=r"\['drop'\] .* are not what they were"):
         module(torch.rand(3, 4))
@@ -231,7 +231,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_sizes_of_0_and_1_have_graphs_of_their_own(traced: list[tuple[int, ...]]) -> None:
     module = Small()
     original = copy.deepcopy(module)
-    TracedSequence(module, (torch.ones(1, 5, 4),), {})
+    TracedLayers(module, (torch.ones(1, 5, 4),), {})
     assert traced == [(2, 5, 4)], "one sample is an example of many; training and eval are alike"
     for shape in ((3, 5, 4), (4, 6, 4), (1, 5, 4), (3, 1, 4), (1, 1, 4), (2, 0, 4), (5, 1, 4)):
         x = torch.randn(shape)
@@ -241,7 +241,7 @@ def test_sizes_of_0_and_1_have_graphs_of_their_own(traced: list[tuple[int, ...]]
 
 def test_what_is_not_read_is_not_compared(traced: list[tuple[int, ...]]) -> None:
     module = Two(steps=0, seen=[])
-    TracedSequence(module, (torch.ones(3, 4),), {})
+    TracedLayers(module, (torch.ones(3, 4),), {})
     num_traces = len(traced)
     for _ in range(3):
         module.steps += 1
@@ -259,7 +259,7 @@ def test_the_grad_mode_that_the_forward_asks_for() -> None:
     module = AsksGradMode()
     original = copy.deepcopy(module)
     x = torch.randn(3, 4)
-    TracedSequence(module, (x,), {})
+    TracedLayers(module, (x,), {})
     assert torch.equal(module(x), original(x))
     for without in (torch.no_grad, torch.inference_mode):
         with without():

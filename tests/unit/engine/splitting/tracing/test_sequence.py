@@ -11,11 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.cut import cut, layers_of
-from lightning_dist.engine.splitting.tracing.sequence import (
-    TracedLayers,
-    TracedSequence,
-    sequence_of,
-)
+from lightning_dist.engine.splitting.tracing.sequence import TracedLayers, traced_layers
 from tests.helpers.networks.traced_models import ResNet, UNet
 
 
@@ -64,7 +60,7 @@ def leaves(output: Any) -> Tensor:
     return output["logits"][0] if isinstance(output, dict) else output
 
 
-Built = tuple[nn.Module, nn.Module, TracedSequence]
+Built = tuple[nn.Module, nn.Module, TracedLayers]
 """A traced module, what it was, and the layers."""
 
 
@@ -73,7 +69,7 @@ def build(class_: type[nn.Module], make_input: Any) -> Built:
     module = class_().double()
     original = copy.deepcopy(module)
     args, kwargs = make_input(3)
-    return module, original, TracedSequence(module, args, kwargs)
+    return module, original, TracedLayers(module, args, kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +121,10 @@ def test_layers_begin_at_parameters_and_hand_on_what_is_alive(unet: Built) -> No
     assert sequence.program.titles == ["down", "norm", "bottom", "up", "join", "head"]
     (x,), _ = image_input(2)
     values: Any = [x]
-    for layer, alive in zip(sequence, [2, 3, 3, 2, 2], strict=False):
+    for layer, alive in zip(sequence.module, [2, 3, 3, 2, 2], strict=False):
         values = layer(values)
         assert len(values) == alive
-    assert sequence[5](values).shape == x.shape
+    assert sequence.module[5](values).shape == x.shape
 
 
 def test_a_norm_counts_its_batches_in_its_own_layer(resnet: Built) -> None:
@@ -169,9 +165,9 @@ def test_each_mode_has_its_graph(mixed: Built) -> None:
 def test_versions_of_weights_stand_in_for_the_parameters(unet: Built) -> None:
     module, _, sequence = unet
     (x,), _ = image_input(2)
-    aliases = {n: (p.detach() * 2).requires_grad_() for n, p in sequence.named_parameters()}
+    aliases = {n: (p.detach() * 2).requires_grad_() for n, p in sequence.module.named_parameters()}
     values = sequence.program.begin((x,), {})
-    output = torch.func.functional_call(sequence, aliases, (values,))
+    output = torch.func.functional_call(sequence.module, aliases, (values,))
     gradients = torch.autograd.grad(output.sum(), list(aliases.values()))
     assert all(float(gradient.abs().sum()) > 0 for gradient in gradients)
     doubled = copy.deepcopy(UNet()).double()
@@ -183,10 +179,9 @@ def test_each_rank_keeps_its_layers_tensors() -> None:
     module, original, sequence = build(ResNet, image_input)
     cut(sequence, (4, 2), (1,))
     sequence.keep([4, 5])
-    assert sequence_of(module) is sequence
+    assert traced_layers(module) is sequence
     held = {"blocks.1.norm.weight", "blocks.1.norm.bias", "head.weight", "head.bias"}
     assert {name for name, _ in module.named_parameters()} == held
-    assert sequence.away is not None
     assert sequence.away.names | module.state_dict().keys() == original.state_dict().keys()
     with sequence.away.as_empty(None):
         expected = [(n, p.shape, p.requires_grad) for n, p in original.named_parameters()]
@@ -220,7 +215,7 @@ def test_a_buffer_that_many_layers_read_is_kept_by_each() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x) + self.shift) * self.shift
 
-    sequence = TracedSequence(Shifted(), (torch.zeros(2, 2),), {})
+    sequence = TracedLayers(Shifted(), (torch.zeros(2, 2),), {})
     first = sequence.names_in([0])
     assert first == {"first.weight", "first.bias", "shift"}
     assert sequence.names_in([1]) == {*(n.replace("first", "second") for n in first)} | {
@@ -259,7 +254,7 @@ def test_operators_with_gradients_of_their_own_are_traced(sign: float) -> None:
     module = Advised().double()
     original = copy.deepcopy(module)
     x = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(4, 3)
-    TracedSequence(module, (x,), {})
+    TracedLayers(module, (x,), {})
     results = []
     for each in (module, original):
         output = each(sign * x)
@@ -283,12 +278,11 @@ def test_layers_run_again_by_their_own_call_s_graph() -> None:
     module = Scaled()
     original = copy.deepcopy(module)
     x = torch.linspace(-1, 2, 12).reshape(4, 3)
-    sequence = TracedSequence(module, (x,), {})
-    layers = TracedLayers(sequence)
+    layers = TracedLayers(module, (x,), {})
     given = []
     for scale in (1.0, 2.0, *(3.0 + number for number in range(9))):  # more than are kept
         module.scale = scale
-        leaves = sequence.program.begin((x,), {})
+        leaves = layers.program.begin((x,), {})
         given.append((scale, layers.layer_input(True, None, (leaves,), {})))
     for original.scale, value in given:
-        torch.testing.assert_close(layers.run(sequence, value), original(x))
+        torch.testing.assert_close(layers.run(layers.module, value), original(x))

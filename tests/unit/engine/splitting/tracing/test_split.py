@@ -106,7 +106,7 @@ def test_the_example_gets_the_parameters_dtype_and_may_be_a_tuple_or_a_dict() ->
 def test_the_lightning_module_itself() -> None:
     split = find(Pair())
     assert split.path == ""
-    assert split.sequence.program.titles == ["left", "right", "rate", "out"]
+    assert split.layers.program.titles == ["left", "right", "rate", "out"]
     assert split.is_stored_here("left.weight")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dist.engine.splitting.tracing.sequence import TracedSequence
+from lightning_dist.engine.splitting.tracing.sequence import TracedLayers
 
 
 class Two(nn.Module):
@@ -199,7 +199,7 @@ class Hooked(Two):
 )
 def test_is_refused(class_: Callable[[], nn.Module], message: str, line: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        TracedSequence(class_(), (torch.ones(3, 4),), {})
+        TracedLayers(class_(), (torch.ones(3, 4),), {})
     if line:
         text = str(caught.value)
         assert line in text
@@ -255,7 +255,7 @@ class WritesInput(Two):
     ],
 )
 def test_is_not_cut_where_that_would_change_something(class_: type[nn.Module], reason: str) -> None:
-    program = TracedSequence(class_(), (torch.ones(3, 4),), {}).program
+    program = TracedLayers(class_(), (torch.ones(3, 4),), {}).program
     assert program.titles == ["first"]
     (found,) = program.uncut
     with pytest.raises(ValueError, match=reason):
@@ -277,7 +277,7 @@ class ReadsBesideABlock(Two):
 
 
 def test_a_block_writes_only_what_its_operations_write() -> None:
-    program = TracedSequence(ReadsBesideABlock(), (torch.ones(3, 4),), {}).program
+    program = TracedLayers(ReadsBesideABlock(), (torch.ones(3, 4),), {}).program
     assert (program.titles, program.uncut) == (["first", "second"], [])
 
 
@@ -290,7 +290,7 @@ def test_a_buffer_that_another_layer_uses_at_another_size() -> None:
             return self.second(hidden - self.mean)
 
     module = Late()
-    TracedSequence(module, (torch.rand(3, 4),), {})
+    TracedLayers(module, (torch.rand(3, 4),), {})
     with pytest.raises(ValueError, match="uses the buffer 'mean' in another layer"):
         module(torch.rand(1, 4))
 
@@ -308,7 +308,7 @@ def sized() -> nn.Module:
             return super().forward(x, y, scale).mean(1)
 
     module = Long()
-    TracedSequence(module, (torch.ones(3, 6, 4),), {})
+    TracedLayers(module, (torch.ones(3, 6, 4),), {})
     return module
 
 
@@ -337,9 +337,9 @@ class OpenKeywords(Two):
 
 
 def test_keywords_that_the_forward_does_not_name() -> None:
-    TracedSequence(OpenKeywords(), (torch.rand(2, 4),), {})
+    TracedLayers(OpenKeywords(), (torch.rand(2, 4),), {})
     with pytest.raises(ValueError, match=r"gives 'labels', 'scale' to the forward's `\*\*more`"):
-        TracedSequence(OpenKeywords(), (torch.rand(2, 4),), {"labels": torch.ones(2), "scale": 2.0})
+        TracedLayers(OpenKeywords(), (torch.rand(2, 4),), {"labels": torch.ones(2), "scale": 2.0})
 
 
 class Masked(nn.Module):
@@ -358,8 +358,8 @@ class Masked(nn.Module):
 
 def test_a_mask_that_torch_compares_is_to_be_told() -> None:
     with pytest.raises(ValueError, match=r"pass `is_causal=` .*`tgt_is_causal=`"):
-        TracedSequence(Masked(), (torch.rand(3, 5, 4),), {})
-    TracedSequence(Masked(tgt_is_causal=True), (torch.rand(3, 5, 4),), {})
+        TracedLayers(Masked(), (torch.rand(3, 5, 4),), {})
+    TracedLayers(Masked(tgt_is_causal=True), (torch.rand(3, 5, 4),), {})
 
 
 class Recurrent(nn.Module):
@@ -374,17 +374,17 @@ class Recurrent(nn.Module):
 
 def test_recurrent_layers_fix_the_length_and_may_take_time_first() -> None:
     module = Recurrent(batch_first=True)
-    TracedSequence(module, (torch.rand(3, 5, 4),), {})
+    TracedLayers(module, (torch.rand(3, 5, 4),), {})
     module(torch.rand(2, 5, 4))
     with pytest.raises(ValueError, match="nn.GRU and nn.RNN get: .* pad all batches to one length"):
         module(torch.rand(3, 6, 4))
     with pytest.raises(ValueError, match=r"`batch_first=False`\), lay batches out as \[samples"):
-        TracedSequence(Recurrent(batch_first=False), (torch.rand(3, 5, 4),), {})
+        TracedLayers(Recurrent(batch_first=False), (torch.rand(3, 5, 4),), {})
 
 
 def test_a_hook_that_comes_after_the_trace() -> None:
     module = Two()
-    TracedSequence(module, (torch.rand(3, 4),), {})
+    TracedLayers(module, (torch.rand(3, 4),), {})
     handle = module.second.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"\['second'\] have forward hooks"):
         module(torch.rand(2, 4))
