@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,18 +41,11 @@ class _BlocksLeft(BaseException):  # noqa: N818
     """Ends the model's forward after a stage's last block."""
 
 
-class Span(NamedTuple):
-    """The blocks of a stage, from index ``first`` to before ``end``."""
-
-    first: int
-    end: int
-
-
 @dataclass(slots=True)
 class _Course:
     """One run of the forward."""
 
-    span: Span
+    span: range  # of the stage's blocks
     received: Any  # the activation from the stage before
     watch: DependenceWatch | None  # of the placeholders; None once the stage is checked
     next_block: int = 0
@@ -87,7 +80,7 @@ class BlockRoute:
         self._blocks = cast(nn.ModuleList, model.get_submodule(path))
         self._forward: Callable[..., Any] = model.forward
         self._course: _Course | None = None
-        self._checked: set[tuple[Span, bool]] = set()  # by training mode
+        self._checked: set[tuple[range, bool]] = set()  # by training mode
         # Results of remote modules, without values, and what their shapes depend on.
         self._latest: dict[str, tuple[bytes | None, Any]] = {}
 
@@ -110,12 +103,12 @@ class BlockRoute:
         return [(name, part) for name, part in parts.items() if isinstance(part, ForeignLayer)]
 
     def run(
-        self, span: Span, received: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self, span: range, received: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         """Runs the model's forward, up to the stage's last block.
 
         Args:
-            span: The stage's blocks.
+            span: Indices of the stage's blocks.
             received: Output of the block before them, from its stage; ignored on the first stage.
             arguments: Positional arguments of the forward.
             keywords: Keyword arguments of the forward.
@@ -129,7 +122,7 @@ class BlockRoute:
         """
         key = (span, self._model.training)
         watch = None
-        if span.first > 0 and key not in self._checked:
+        if span.start > 0 and key not in self._checked:
             self._checked.add(key)
             watch = DependenceWatch(self._refuse_read)
         self._course = course = _Course(span, received, watch)
@@ -140,7 +133,7 @@ class BlockRoute:
             return course.output
         finally:
             self._course = None
-        if course.next_block < span.end:
+        if course.next_block < span.stop:
             raise ValueError(self._out_of_order(course, "ended"))
         if watch is not None and watch.has_marked(result):
             raise ValueError(
@@ -158,8 +151,8 @@ class BlockRoute:
             raise ValueError(self._out_of_order(course, f"called block {index}"))
         span = course.span
         course.next_block += 1
-        if index < span.first:
-            is_next_own = index + 1 == span.first
+        if index < span.start:
+            is_next_own = index + 1 == span.start
             if course.placeholder is None and not is_next_own:
                 course.placeholder = self._marked(map_tensors(_unknown, course.received))
             return course.received if is_next_own else course.placeholder
@@ -169,7 +162,7 @@ class BlockRoute:
             self._check(course.watch, index, [*enumerate(arguments), *keywords.items()])
             with course.watch.paused():
                 output = self._run_block(block, *arguments, **keywords)
-        if index + 1 == span.end < len(self._blocks):
+        if index + 1 == span.stop < len(self._blocks):
             course.output = output
             raise _BlocksLeft
         return output
@@ -188,7 +181,7 @@ class BlockRoute:
         course = self._course
         if course is None:
             return ForeignLayer.forward(foreign, *arguments, **keywords)
-        is_behind = course.next_block > course.span.first
+        is_behind = course.next_block > course.span.start
         if is_behind or name in self._after:
             taken, found = ("before", "behind") if name in self._before else ("behind", "before")
             raise ValueError(

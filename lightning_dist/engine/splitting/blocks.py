@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from lightning_dist.engine.splitting.block_forward import BlockRoute, Span
+from lightning_dist.engine.splitting.block_forward import BlockRoute
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.tensors.compiler import refuse_wrapper
 
@@ -82,7 +82,7 @@ class Blocks(Layers):
     def stage(self, first: int, end: int) -> nn.Module:
         names = [name for group in self.names[first:end] for name in group]
         own = {name: self.module.get_submodule(name) for name in names}
-        return _StageOfBlocks(own, self._route, Span(first, end))
+        return _StageOfBlocks(own, self._route, range(first, end))
 
     @override
     def layer_input(
@@ -103,7 +103,7 @@ class Blocks(Layers):
 class _StageOfBlocks(nn.Module):
     """A stage's part of the model, with the names of the model."""
 
-    def __init__(self, own: Mapping[str, nn.Module], route: BlockRoute, span: Span) -> None:
+    def __init__(self, own: Mapping[str, nn.Module], route: BlockRoute, span: range) -> None:
         super().__init__()
         self._route = route
         self._span = span

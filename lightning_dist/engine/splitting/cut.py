@@ -24,6 +24,7 @@ from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.patch import replacement
 
 Module = TypeVar("Module", bound=nn.Module)
+_META = torch.device("meta")
 
 
 @dataclass(eq=False, slots=True)
@@ -128,17 +129,17 @@ class ForeignLayer(nn.Module):
         )
 
 
-def skeleton_of(module: Module, stand_ins: dict[int, Tensor] | None = None) -> Module:
-    """Returns a copy of a module's structure, with tensors on the meta device.
+def skeleton_of(
+    module: Module, stand_ins: dict[int, Tensor] | None = None, device: torch.device = _META
+) -> Module:
+    """Returns a copy of a module's structure, with tensors without values.
 
     Args:
         module: Any module; it is not changed.
         stand_ins: Replacements of some tensors, by the tensors' ids; new ones are added.
+        device: The device of new tensors.
     """
-    return _copy_with(module, {} if stand_ins is None else stand_ins, torch.device("meta"))
-
-
-def _copy_with(module: Module, stand_ins: dict[int, Tensor], device: torch.device) -> Module:
+    stand_ins = {} if stand_ins is None else stand_ins
     for parameter in module.parameters():
         if id(parameter) not in stand_ins:
             empty = torch.empty_like(parameter, device=device)
@@ -259,7 +260,7 @@ def whole(module: nn.Module, device: torch.device | None = None) -> Iterator[Non
     stand_ins: dict[int, Tensor] = {id(p): p for p in module.parameters()}  # this rank's
     for holder, name, layer in foreign:
         skeleton = layer.skeleton
-        shown = skeleton if device is None else _copy_with(skeleton, stand_ins, device)
+        shown = skeleton if device is None else skeleton_of(skeleton, stand_ins, device)
         setattr(holder, name, shown)
     try:
         yield

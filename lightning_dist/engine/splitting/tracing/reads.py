@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.cut import skeleton_of
-from lightning_dist.engine.splitting.tracing.users_code import is_called_by_user, is_the_users
+from lightning_dist.engine.splitting.tracing.export import is_called_by_user, is_the_users
 from lightning_dist.engine.tensors.patch import hooks_of
 
 Place: TypeAlias = tuple[str, str]
