@@ -18,18 +18,6 @@ from textwrap import dedent
 from typing import Any
 
 from torch import nn
-from typing_extensions import override
-
-_OPERATIONS = (
-    ast.BinOp,
-    ast.BoolOp,
-    ast.Compare,
-    ast.If,
-    ast.IfExp,
-    ast.Subscript,
-    ast.UnaryOp,
-    ast.While,
-)
 
 
 def syntax_of(function: Any) -> ast.Module | None:
@@ -43,33 +31,23 @@ def syntax_of(function: Any) -> ast.Module | None:
 def runs_before(module: nn.Module, name: str, other: str) -> bool:
     """Returns whether a module's forward runs one of its submodules before another one."""
     for class_ in type(module).__mro__:
-        reader, code = _Reader(), syntax_of(vars(class_).get("forward"))
-        if code is not None:
-            reader.visit(code)
-        mentioned = reader.names
+        code = syntax_of(vars(class_).get("forward"))
+        mentioned = [] if code is None else list(_used(code))
         if name in mentioned and other in mentioned:
             return mentioned.index(name) < mentioned.index(other)
     registered = [child for child, _ in module.named_children()]
     return registered.index(name) < registered.index(other)
 
 
-class _Reader(ast.NodeVisitor):
-    """Collects the attributes of ``self`` in the order in which they are used."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    @override
-    def visit_Call(self, node: ast.Call) -> None:
-        # self.head(self.body(x)): the body runs first.
-        for part in (*node.args, *node.keywords, node.func):
-            self.visit(part)
-
-    @override
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        self.visit(node.value)
-        if isinstance(node.value, ast.Name) and node.value.id == "self":
-            self.names.append(node.attr)
+def _used(node: ast.AST) -> Iterator[str]:
+    """Yields the attributes of ``self`` in the order in which they are used."""
+    parts = ast.iter_child_nodes(node)
+    if isinstance(node, ast.Call):  # self.head(self.body(x)): the body runs first
+        parts = iter((*node.args, *node.keywords, node.func))
+    for part in parts:
+        yield from _used(part)
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+        yield node.attr
 
 
 _CHANGES = frozenset({"add", "append", "appendleft", "clear", "extend", "insert", "update"})
@@ -165,7 +143,9 @@ def attributes_computed_with(module: nn.Module) -> set[str]:
     """
     code = syntax_of(type(module).forward)
     nodes = () if code is None else ast.walk(code)
-    operations = (node for node in nodes if isinstance(node, _OPERATIONS))
+    values = ast.BinOp | ast.BoolOp | ast.Compare | ast.UnaryOp
+    choices = ast.If | ast.IfExp | ast.Subscript | ast.While
+    operations = (node for node in nodes if isinstance(node, values | choices))
     return {_attribute_name(part) for node in operations for part in ast.iter_child_nodes(node)}
 
 

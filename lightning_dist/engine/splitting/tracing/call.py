@@ -234,9 +234,9 @@ class CallExample:
             without an example.
     """
 
-    inputs: Any = None
-    has_forward: Callable[[], bool] = lambda: False
-    observe: Callable[[nn.Module, str], Arguments] | None = None
+    inputs: Any
+    has_forward: Callable[[], bool]
+    observe: Callable[[nn.Module, str], Arguments]
 
 
 class _CallSeen(BaseException):  # noqa: N818

@@ -26,7 +26,6 @@ from lightning_dist.engine.splitting.find_layers import choose_partition, refuse
 from lightning_dist.engine.splitting.layers import WholeStep
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.tracing.call import (
-    SET_AN_EXAMPLE,
     Arguments,
     CallExample,
     bind,
@@ -34,8 +33,6 @@ from lightning_dist.engine.splitting.tracing.call import (
     watch_call,
 )
 from lightning_dist.engine.splitting.tracing.sequence import TracedLayers, traced_layers
-
-_NO_EXAMPLE = CallExample()
 
 
 @dataclass(frozen=True)
@@ -106,8 +103,8 @@ def find_traced_split(
     config: PipelineConfig,
     num_ranks: int,
     rank: int,
-    half: HalfPrecision | None = None,
-    example: CallExample = _NO_EXAMPLE,
+    half: HalfPrecision | None,
+    example: CallExample,
 ) -> PipelineSplit:
     """Traces a module, or takes an earlier trace of it, and returns this rank's part.
 
@@ -193,7 +190,7 @@ def _trace(
     casts: TracedCasts | None,
     example: CallExample,
 ) -> TracedLayers:
-    if example.inputs is None and example.observe is not None:
+    if example.inputs is None:
         args, kwargs = example.observe(traced, path)
     else:
         args, kwargs = _example_of(module, traced, path, casts, example)
@@ -212,11 +209,6 @@ def _example_of(
     example: CallExample,
 ) -> Arguments:
     inputs = example.inputs
-    if inputs is None:
-        raise ValueError(
-            "layers='trace' needs an example of what the traced module is called with."
-            f"{SET_AN_EXAMPLE}"
-        )
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     if casts is None and len(dtypes) == 1:
         # As Lightning's precision plugins make batches, which have converted the parameters.

@@ -22,7 +22,7 @@ from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap import AnyOf, ByClass, ByName
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.tracing.call import CallExample
+from lightning_dist.engine.splitting.tracing.call import Arguments, CallExample
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 from recipes.gpt import GPT
@@ -272,8 +272,13 @@ def test_what_is_compiled(
         assert found == compiled
 
 
+def observe_nothing(traced: nn.Module, path: str) -> Arguments:
+    raise AssertionError(f"{path} has an example, or is not traced")
+
+
 def test_a_trace_is_not_sharded() -> None:
-    asked = Parallelism(PipelineConfig(layers="trace"), example=CallExample())
+    example = CallExample(None, lambda: False, observe_nothing)
+    asked = Parallelism(PipelineConfig(layers="trace"), example=example)
     with fake_rank(0, 2):
         mesh = build_mesh(MeshShape(pp=2), "cpu")
         with pytest.raises(ValueError, match=r"^Pass Parallelism\(shard=None\)"):
@@ -314,7 +319,7 @@ class WithTowers(L.LightningModule):
 
 def test_lists_of_blocks_are_named_first_where_a_trace_fails() -> None:
     module = WithTowers()
-    example = CallExample(module.example_input_array, lambda: True)
+    example = CallExample(module.example_input_array, lambda: True, observe_nothing)
     asked = Parallelism(PipelineConfig(), shard=None, example=example)
     expected = r"^Pass layers='model.left' or .* Tracing it failed, too: .* finds too few layers"
     with fake_rank(0, 2), pytest.raises(ValueError, match=expected):

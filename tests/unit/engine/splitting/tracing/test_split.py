@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_dist import MeshStrategy
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.tracing.call import CallExample
+from lightning_dist.engine.splitting.tracing.call import Arguments, CallExample
 from lightning_dist.engine.splitting.tracing.split import TracedSplit, find_traced_split
-from tests.helpers.networks.traced_models import Pair, Task
+from tests.helpers.networks.traced_models import Pair
 
 
 class Small(L.LightningModule):
@@ -46,10 +46,13 @@ class WithForward(Small):
 def find(
     module: L.LightningModule, rank: int = 0, num_ranks: int = 2, **config: Any
 ) -> TracedSplit:
-    example = CallExample(module.example_input_array, lambda: is_overridden("forward", module))
-    return find_traced_split(
-        module, PipelineConfig(**{"layers": "trace", **config}), num_ranks, rank, example=example
-    )
+    def observe(traced: nn.Module, path: str) -> Arguments:
+        raise AssertionError("there is an example")
+
+    inputs = module.example_input_array
+    example = CallExample(inputs, lambda: is_overridden("forward", module), observe)
+    asked = PipelineConfig(**{"layers": "trace", **config})
+    return find_traced_split(module, asked, num_ranks, rank, None, example)
 
 
 def test_a_rank_keeps_its_layers_and_what_is_in_none() -> None:
@@ -110,12 +113,6 @@ def test_the_lightning_module_itself() -> None:
     assert split.is_stored_here("left.weight")
 
 
-class NoExample(Task):
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = None
-
-
 class Outside(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +133,6 @@ class Tied(Small):
 @pytest.mark.parametrize(
     ("class_", "options", "message"),
     [
-        (NoExample, {}, "needs an example.*Set `self.example_input_array`"),
         (Outside, {}, r"in \['net', 'scale'\], so no one module"),
         (Outside, {"layers": "trace:net"}, "'scale.weight' is outside of the traced module 'net'"),
         (Small, {"layers": "trace:body"}, r"trace:body.*no submodule.*\['frozen', 'net'\]"),
