@@ -19,7 +19,7 @@ from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.parallelize.rank_table import gather_rank_table
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
-from lightning_dist.engine.pipeline.measurements import MeasuredStages
+from lightning_dist.engine.pipeline.measurements import MeasuredStages, gather_measurements
 from lightning_dist.engine.planning.dry_run_report import DryRunSummary
 from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.plan import Plan
@@ -122,7 +122,10 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
     @override
     def end_training(self) -> None:
         super().end_training()
-        self._measurements = self.sharded.measure(self.group(*self.mesh.sizes))
+        session = self.sharded.session
+        if session is not None:
+            everyone = self.group(*self.mesh.sizes)
+            self._measurements = gather_measurements(session.pipeline, everyone, self.mesh)
 
     @override
     def print_summary(self) -> None:

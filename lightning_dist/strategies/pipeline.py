@@ -56,8 +56,8 @@ from lightning_dist.strategies.mesh_runtime.data_parallel_checks import check_wh
 from lightning_dist.strategies.mesh_runtime.first_call import FirstCall
 from lightning_dist.strategies.pipelining import checks
 from lightning_dist.strategies.pipelining.movable_layers import MovableLayers
-from lightning_dist.strategies.pipelining.session import open_session
-from lightning_dist.strategies.pipelining.staleness_log import LoggedStaleness
+from lightning_dist.strategies.pipelining.session import Session
+from lightning_dist.strategies.pipelining.staleness_log import DISCREPANCY, STALENESS, STASH_BYTES
 from lightning_dist.strategies.pipelining.start_line import StartLine
 
 _PROGRESS_KEY = "lightning_dist"
@@ -151,8 +151,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self._num_microbatches = num_microbatches
         self._begun = BegunLoaders()
         self._statistics: tuple[str, ...] = ()
-        self._log_staleness = log_staleness
-        self._log_discrepancy = log_discrepancy
+        self._logged = [STALENESS, STASH_BYTES] * log_staleness + [DISCREPANCY] * log_discrepancy
 
     # --- where this rank is ------------------------------------------------------------------
 
@@ -244,14 +243,14 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
 
     @override
     def open_session(self, trainer: pl.Trainer) -> None:
-        self._session = open_session(
+        self._session = Session(
             self,
             self._split,
             self._config,
             self.complete_gradients,
             complete_early=self.complete_early,
             optimizer=next(iter(self.optimizers), None),
-            logged=self._logged_staleness(),
+            logged=self._logged,
         )
         line = StartLine(self._session.pipeline, self.mesh, self._split.source, self._statistics)
         self._undo += (add_first_callback(trainer, line),)
@@ -259,12 +258,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         return super().process_dataloader(self._begun.resume(dataloader))
-
-    def _logged_staleness(self) -> LoggedStaleness | None:
-        if not (self._log_staleness or self._log_discrepancy):
-            return None
-        group = self.group("pp", purpose="staleness")
-        return LoggedStaleness(group, self._log_staleness, self._log_discrepancy)
 
     @override
     def close_session(self) -> None:

@@ -127,15 +127,16 @@ class ShardedPlacement(LocalReplicas):
 
     @override
     def view(self) -> RankView:
-        pipeline = None if self._sharded is None else self._sharded.pipeline
+        session = None if self._sharded is None else self._sharded.session
+        pipeline = None if session is None else session.pipeline
         return replace(super().view(), has_stages=self.mesh.pp > 1, pipeline=pipeline)
 
     @override
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:
         if self.mesh.tp > 1 or (self.mesh.pp > 1 and self.mesh.dp_shard > 1):
             return None
-        if self.sharded.pipeline is not None:
-            return predict_memory(self.sharded.pipeline, part)
+        if self.sharded.session is not None:
+            return predict_memory(self.sharded.session.pipeline, part)
         if self.replicates(self.mesh):
             return replicated(part, self.mesh.data_size, accumulates=accumulates)
         summary = self.sharded.summary

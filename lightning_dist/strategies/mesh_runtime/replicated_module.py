@@ -8,8 +8,8 @@ single rank the module as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -94,5 +94,7 @@ class ReplicatedModule(ShardedModule):
             return apply()
 
     @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._replica is None else self._replica.keeping_gradients()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with nullcontext() if self._replica is None else self._replica.keeping_gradients():
+            yield

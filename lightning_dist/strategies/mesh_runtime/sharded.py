@@ -110,7 +110,8 @@ class ShardedStrategy(ShardedPlacement):
     def gradient_clipping(self, trainer: pl.Trainer) -> ClipGradNorm:
         def clip(parameters: list[Tensor], max_norm: float) -> Tensor:
             stages = self.device_group("pp") if self.mesh.pp > 1 else None
-            exclude = self.sharded.counted_elsewhere()
+            session = self.sharded.session
+            exclude = [] if session is None else session.counted_elsewhere
             return clip_grad_norm_(parameters, max_norm, pp_group=stages, exclude=exclude)
 
         return clip
@@ -127,9 +128,8 @@ class ShardedStrategy(ShardedPlacement):
             exchange = self._shard_config.exchange(dtype, is_manual=is_manual)
             self.sharded.open_replica(self.replica_options(exchange), lambda: self.is_local)
         if self.mesh.pp > 1:
-            self.sharded.open(self, self._complete_gradients)
             assert isinstance(self.sharded, StagedModule)
-            line = self.sharded.start_line(self.mesh)
+            line = self.sharded.open(self, self._complete_gradients)
             self._undo += (add_first_callback(trainer, line),)
 
     @override
@@ -139,7 +139,8 @@ class ShardedStrategy(ShardedPlacement):
         if self._sharded is not None and self.is_running:
             self._sharded.run_deferred_checks()
             self._sharded.reshard()
-            self._sharded.share_writes()
+            if self._sharded.session is not None:
+                self._sharded.session.step_state.merge()
             self.average_weights()
             self.share_buffers()
 
@@ -157,8 +158,8 @@ class ShardedStrategy(ShardedPlacement):
 
     @override
     def interrupt(self, error: BaseException) -> None:
-        if self._sharded is not None:
-            self._sharded.interrupt(error)
+        if self._sharded is not None and self._sharded.session is not None:
+            self._sharded.session.channels.interrupt(error)
 
     # --- steps -------------------------------------------------------------------------------
 

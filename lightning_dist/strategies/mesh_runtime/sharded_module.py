@@ -1,7 +1,6 @@
 """The user's module as it was composed, with the operations that a strategy needs.
 
-Here each rank runs whole steps; :class:`.StagedModule` is the same for a pipeline. Methods without
-a body are for the latter.
+Here each rank runs whole steps; :class:`.StagedModule` is the same for a pipeline.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
@@ -21,8 +19,6 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.missing_gradients import parameters_without_gradient
 from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import explain_shard_errors
-from lightning_dist.engine.pipeline.measurements import Measurements
-from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.sharding.calls_beside_steps import CallsBesideSteps
 from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
 from lightning_dist.engine.sharding.fully_shard import (
@@ -40,7 +36,6 @@ from lightning_dist.engine.sharding.written_weights import WrittenWeights
 from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary, summarise
 from lightning_dist.engine.tensors.patch import user_state_kept
-from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.lightning_internals import set_device
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime.layout_line import (
@@ -48,6 +43,7 @@ from lightning_dist.strategies.mesh_runtime.layout_line import (
     describe_shards,
     describe_tensor,
 )
+from lightning_dist.strategies.pipelining.session import Session
 
 
 class ShardedModule:
@@ -61,10 +57,12 @@ class ShardedModule:
     Attributes:
         early: The module's parameters before sharding; None where no optimizer can have them.
         plan: The plan that was found: which layers are sharded, and why the others are not.
+        session: The pipeline during a run; None without stages.
         split: This rank's stages of the model; None without stages.
     """
 
     early: EarlyParameters | None = None
+    session: Session | None = None
 
     def __init__(
         self,
@@ -126,9 +124,8 @@ class ShardedModule:
         if self._tensor_parallel is not None:
             sizes = {name: p.numel() for name, p in self.module.named_parameters()}
             cut = sum(size for name, size in sizes.items() if name in self._tensor_parallel.cuts)
-            parts.append(
-                describe_tensor(len(self._tensor_parallel.styles), cut, sum(sizes.values()))
-            )
+            styles = self._tensor_parallel.styles
+            parts.append(describe_tensor(len(styles), cut, sum(sizes.values())))
         if mesh.dp_shard > 1:
             parts.append(describe_shards(self.summary, self._sharding, is_manual=is_manual))
         return describe_layout(mesh, parts)
@@ -138,9 +135,6 @@ class ShardedModule:
 
     # --- a run -------------------------------------------------------------------------------
 
-    def open(self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]) -> None:
-        """Begins a run of a pipeline. Collective: every rank must call it."""
-
     def close(self, *, failed: bool) -> None:
         """Ends a run; if it has failed, other ranks may be gone."""
         # Until a root was entered nothing is gathered, and FSDP2 not set up.
@@ -149,13 +143,6 @@ class ShardedModule:
         if failed and self._tensor_parallel is not None:
             self._tensor_parallel.forget_step()
         self.end_check()
-
-    def measure(self, group: dist.ProcessGroup) -> Measurements:
-        """Gathers the measurements of a pipeline's stages. Collective: every rank must call it."""
-        return Measurements()
-
-    def interrupt(self, error: BaseException) -> None:
-        """Wakes this rank's main thread where it waits for another stage."""
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -293,12 +280,8 @@ class ShardedModule:
         for name in names:
             self.module.get_parameter(name).grad = None
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Returns the context manager in which no backward sends gradients."""
-        return self._keeping_gradients()
-
     @contextmanager
-    def _keeping_gradients(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Keeps the gradients of all backwards inside on this rank, unsharded."""
         for shards in self._shards:
             shards.set_requires_gradient_sync(False)
@@ -339,19 +322,7 @@ class ShardedModule:
         """Keeps what hooks between a forward and its backward wrote into gathered weights."""
         self._written.keep()
 
-    def share_writes(self) -> None:
-        """Shares what hooks of one stage alone have written. Collective."""
-
     def reshard(self) -> None:
         """Reshards the module's parameters, whatever has run last."""
         for root in self._roots:
             reshard(root)
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """This rank's stages; None without stages, and outside of a run."""
-        return None
-
-    def counted_elsewhere(self) -> list[nn.Parameter]:
-        """Lists the parameters that another stage counts in the norm of the whole gradient."""
-        return []

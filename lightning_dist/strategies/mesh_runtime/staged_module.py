@@ -15,18 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import explain_shard_errors
 from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
 from lightning_dist.engine.pipeline.gradients import HeldGradients
-from lightning_dist.engine.pipeline.measurements import Measurements, gather_measurements
-from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.splitting.config import PipelineConfig
@@ -34,11 +30,7 @@ from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.pipelining.checks import arguments_of_step
-from lightning_dist.strategies.pipelining.session import (
-    Session,
-    WrappedStages,
-    open_session,
-)
+from lightning_dist.strategies.pipelining.session import Session, WrappedStages
 from lightning_dist.strategies.pipelining.start_line import StartLine
 
 
@@ -66,21 +58,14 @@ class StagedModule(ShardedModule):
         self._split = composed.split
         self._config = config
         self._statistics = statistics
-        self._session: Session | None = None
         self._root_of = dict(zip(composed.split.stages, composed.roots, strict=True))
         self._sends = True
         self._unchecked = set(composed.split.stages)
 
     @property
-    def session(self) -> Session:
-        """The parts of the pipeline during a run."""
-        assert self._session is not None, "the pipeline exists from setup to teardown"
-        return self._session
-
-    @property
-    @override
-    def pipeline(self) -> Pipeline | None:
-        return None if self._session is None else self._session.pipeline
+    def _opened(self) -> Session:
+        assert self.session is not None, "the pipeline exists from setup to teardown"
+        return self.session
 
     @property
     @override
@@ -89,43 +74,28 @@ class StagedModule(ShardedModule):
         ranges = [n[0] if len(n) == 1 else f"{n[0]} to {n[-1]}" for n in own]
         return f"{self._split.path}.{', '.join(ranges)}"
 
-    def start_line(self, mesh: MeshShape) -> StartLine:
-        """Returns the callback that describes the pipeline when training begins."""
-        return StartLine(self.session.pipeline, mesh, self._split.source, self._statistics)
-
     @property
     def is_whole(self) -> bool:
         """Whether the stages' layers are whole on this rank."""
         return not self._shards and self._tensor_parallel is None
 
-    @override
-    def open(self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]) -> None:
+    def open(
+        self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]
+    ) -> StartLine:
+        """Begins a run, and returns the callback that describes the pipeline. Collective."""
         gradients = None if self.is_whole else self.gradients
-        self._session = open_session(
-            strategy,
-            self._split,
-            self._config,
-            complete_gradients,
-            wrapped=WrappedStages(
-                self.root, gradients, self.wrap_step, self.reshard, self.begin_sums
-            ),
+        wrapped = WrappedStages(self.root, gradients, self.wrap_step, self.reshard, self.begin_sums)
+        self.session = Session(
+            strategy, self._split, self._config, complete_gradients, wrapped=wrapped
         )
+        return StartLine(self.session.pipeline, strategy.mesh, self._split.source, self._statistics)
 
     @override
     def close(self, *, failed: bool) -> None:
         super().close(failed=failed)
-        session, self._session = self._session, None
+        session, self.session = self.session, None
         if session is not None:
             session.close(failed=failed)
-
-    @override
-    def measure(self, group: dist.ProcessGroup) -> Measurements:
-        return gather_measurements(self.session.pipeline, group, self.session.mesh)
-
-    @override
-    def interrupt(self, error: BaseException) -> None:
-        if self._session is not None:
-            self._session.channels.interrupt(error)
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -136,9 +106,9 @@ class StagedModule(ShardedModule):
         if self._unused is not None:
             self._unused.begin_step()
         self._written.begin_round()
-        self.session.updates.begin_batch()
+        self._opened.updates.begin_batch()
         with self.check_units(training=True), explain_shard_errors():
-            return self.session.runner.train(arguments_of_step(args, kwargs), context)
+            return self._opened.runner.train(arguments_of_step(args, kwargs), context)
 
     @override
     def evaluate(
@@ -147,14 +117,9 @@ class StagedModule(ShardedModule):
         with torch.inference_mode(False), torch.no_grad(), self.check_units(training=False):
             try:
                 arguments = arguments_of_step(args, kwargs)
-                return self.session.runner.evaluate(step, arguments, context)
+                return self._opened.runner.evaluate(step, arguments, context)
             finally:
                 self.reshard()
-
-    @override
-    def share_writes(self) -> None:
-        if self._session is not None:
-            self._session.step_state.merge()
 
     @override
     def reshard(self) -> None:
@@ -189,13 +154,13 @@ class StagedModule(ShardedModule):
     def backward(
         self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool
     ) -> Tensor:
-        return self.session.updates.backward(loss, accumulating=accumulating)
+        return self._opened.updates.backward(loss, accumulating=accumulating)
 
     @override
     def update(
         self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
-        return self.session.updates.step(optimizer, closure, apply)
+        return self._opened.updates.step(optimizer, closure, apply)
 
     @override
     @contextmanager
@@ -205,9 +170,3 @@ class StagedModule(ShardedModule):
             yield
         finally:
             self._sends = True
-
-    # --- parameters --------------------------------------------------------------------------
-
-    @override
-    def counted_elsewhere(self) -> list[nn.Parameter]:
-        return self.session.counted_elsewhere

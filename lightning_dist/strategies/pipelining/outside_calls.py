@@ -29,8 +29,8 @@ class OutsideCalls:
         source: Global rank of the last stage.
         device: Device of the outputs.
         timeout_seconds: How long ranks wait for each other at most.
-        change_step: Wraps the call, as it does each step; None for none.
-        finish: Called after it; None for nothing.
+        change_step: Wraps the call, as it does each step.
+        finish: Called after it.
         is_reading: Returns whether a loader is making a batch, for which the other ranks wait.
     """
 
@@ -42,8 +42,8 @@ class OutsideCalls:
         device: torch.device,
         timeout_seconds: float,
         *,
-        change_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
-        finish: Callable[[], None] | None,
+        change_step: Callable[[Callable[..., Any]], Callable[..., Any]],
+        finish: Callable[[], None],
         is_reading: Callable[[], bool],
     ) -> None:
         self._pipeline = pipeline
@@ -77,15 +77,12 @@ class OutsideCalls:
             )
         self._meet()
         # Not the module itself: its hooks run around this call already.
-        call: Callable[..., Any] = pipeline.stages.found.module.forward
-        if self._change_step is not None:
-            call = self._change_step(call)
+        call = self._change_step(pipeline.stages.found.module.forward)
         with torch.inference_mode(False), torch.no_grad():
             try:
                 results = pipeline.evaluate_batch(None, lambda _: call(*arguments, **keywords), 1)
             finally:
-                if self._finish is not None:
-                    self._finish()
+                self._finish()
         sent = [map_tensors(Tensor.cpu, results[0]) if results else None]
         dist.broadcast_object_list(sent, src=self._source, group=self._group)
         return map_tensors(lambda tensor: tensor.to(self._device), sent[0])

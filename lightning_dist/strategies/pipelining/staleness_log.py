@@ -9,7 +9,7 @@ No rank waits, and all ranks log the same numbers at the same step.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Collection
 
 import lightning.pytorch as pl
 import torch
@@ -17,39 +17,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.stashing.staleness import UpdateReport
 
 STALENESS = "staleness"
 STASH_BYTES = "stash_bytes"
 DISCREPANCY = "weight_discrepancy"
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedStaleness:
-    """The values to log.
+class StalenessLog:
+    """Exchanges the stages' reports and logs them on all stages.
 
-    Attributes:
+    Args:
+        module: The user's module.
+        pipeline: This rank's stages.
         group: A gloo group of the stages, used for nothing else.
-        staleness: Whether to log the staleness and the bytes of stashed weights.
-        discrepancy: Whether to log how far weights have moved; the pipeline must measure it.
+        names: The values to log; the pipeline must measure ``DISCREPANCY``.
     """
 
-    group: dist.ProcessGroup
-    staleness: bool
-    discrepancy: bool
-
-
-class StalenessLog:
-    """Exchanges the stages' reports and logs them on all stages."""
-
     def __init__(
-        self, module: pl.LightningModule, pipeline: Pipeline, logged: LoggedStaleness
+        self,
+        module: pl.LightningModule,
+        pipeline: Pipeline,
+        group: dist.ProcessGroup,
+        names: Collection[str],
     ) -> None:
         self._module = module
         self._pipeline = pipeline
-        self._group = logged.group
-        self._names = [STALENESS, STASH_BYTES] * logged.staleness
-        self._names += [DISCREPANCY] * logged.discrepancy
+        self._group = group
+        self._names = names
         self._posted: deque[tuple[int, dist.Work, Tensor]] = deque()  # with the batch
         self._newest: Tensor | None = None
 
@@ -58,7 +52,11 @@ class StalenessLog:
         # In double precision, which holds the count of bytes of any model.
         values = torch.zeros(self._pipeline.shape.num_stages, len(self._names), dtype=torch.float64)
         for stage, report in self._pipeline.stages.reports.items():
-            by_name = _by_name(report)
+            by_name = {
+                STALENESS: report.staleness,
+                STASH_BYTES: report.stash_bytes,
+                DISCREPANCY: report.discrepancy or 0.0,
+            }
             values[stage] = values.new_tensor([by_name[name] for name in self._names])
         work = dist.all_reduce(values, group=self._group, async_op=True)
         assert work is not None
@@ -89,11 +87,3 @@ class StalenessLog:
         first_since_drain = present + 1 - self._pipeline.batches_since_drain
         # The activation of batch `batch + lag + 1` was sent when the first stage had updated.
         return batch < first_since_drain or present > batch + self._pipeline.lag + 1
-
-
-def _by_name(report: UpdateReport) -> dict[str, float]:
-    return {
-        STALENESS: report.staleness,
-        STASH_BYTES: report.stash_bytes,
-        DISCREPANCY: report.discrepancy or 0.0,
-    }

@@ -52,7 +52,7 @@ class StepRunner:
         step_state: Watches what steps change in the module.
         rank_zero_calls: Notes what steps call that only rank 0 does.
         evaluation_microbatches: Most micro-batches of a batch that runs forward only.
-        change_step: Wraps each of the user's steps; None for none.
+        change_step: Wraps each of the user's steps.
         half: Has the loss scale, if steps run in half precision.
     """
 
@@ -66,7 +66,7 @@ class StepRunner:
         rank_zero_calls: RankZeroCalls,
         *,
         evaluation_microbatches: int,
-        change_step: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+        change_step: Callable[[Callable[..., Any]], Callable[..., Any]],
         half: HalfPrecisionPlugin | None,
     ) -> None:
         self._module = module
@@ -205,18 +205,15 @@ class StepRunner:
     def _step(
         self, method: Callable[..., Any], context: StepContext, rest: Sequence[Any]
     ) -> Callable[[Microbatch], Any]:
-        if self._change_step is not None:
-            method = self._change_step(method)
-
-        watching = (self._step_state, self._rank_zero_calls)
+        method = self._change_step(method)
 
         def step(microbatch: Microbatch) -> Any:
             recording = self._log.recording(microbatch.num_samples)
             counting = self._counters.in_step(microbatch.weight)
             measuring = self._metrics.in_step(microbatch.weight)
             with ExitStack() as around:
-                watched = (part.in_step() for part in watching)
-                for each in (context(), recording, counting, measuring, *watched):
+                watching, noting = self._step_state.in_step(), self._rank_zero_calls.in_step()
+                for each in (context(), recording, counting, measuring, watching, noting):
                     around.enter_context(each)
                 result = method(microbatch.content, *rest)
             weight = weight_of(result)

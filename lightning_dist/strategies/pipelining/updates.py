@@ -22,10 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
-from lightning_dist.engine.data_parallel.replicas import (
-    average_used,
-    broadcast_state,
-)
+from lightning_dist.engine.data_parallel.replicas import average_used, broadcast_state
 from lightning_dist.engine.parallelize.clip_grad import AsyncGradNorm, clip_grad_norm_
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
@@ -35,14 +32,16 @@ from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.stashing.learning_rates import HyperparameterHistory, RateCorrection
 from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.callback_order import is_overridden_by_user
 from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.run_setup import RunSetup
 from lightning_dist.strategies.pipelining import checks
-from lightning_dist.strategies.pipelining.spent_gradients import SpentGradients
 from lightning_dist.strategies.pipelining.step_state import note_pairing
 
 if TYPE_CHECKING:
     from lightning_dist.strategies.pipelining.session import Session
+
+_AROUND_ZERO_GRAD = ("on_before_zero_grad", "optimizer_zero_grad")
 
 
 class Updates:
@@ -68,9 +67,9 @@ class Updates:
         precision_plugin: Precision,
         tied: TiedSums,
         *,
-        begin_sums: Callable[[], None] | None,
+        begin_sums: Callable[[], None],
         complete_gradients: Callable[[], None],
-        on_update: Callable[[], None] | None,
+        on_update: Callable[[], None],
         norms: Callable[[], AbstractContextManager[None]],
         rate_correction: RateCorrection | None = None,
     ) -> None:
@@ -83,7 +82,8 @@ class Updates:
         self._on_update = on_update
         self._norms = norms
         self._is_in_step = self._has_run = False
-        self._spent = SpentGradients(module)
+        self._zeroing_is_seen = is_overridden_by_user(_AROUND_ZERO_GRAD, module)
+        self._spent_by: Optimizer | None = None
         self._history = HyperparameterHistory(
             None
             if rate_correction is None
@@ -103,7 +103,11 @@ class Updates:
                 " synchronous schedule like '1f1b', or an optimizer that takes one gradient."
             )
         self._has_run = self._is_in_step
-        self._spent.drop()
+        # Lightning zeroes gradients behind the step, in which a pipeline runs the backward too. A
+        # rank would hold the old gradients and the new ones at once, a fifth of Adam's stage.
+        if self._spent_by is not None:
+            self._spent_by.zero_grad()
+        self._spent_by = None
 
     def backward(self, loss: Tensor, *, accumulating: bool) -> Tensor:
         """Installs the held gradients, between Lightning's hooks around the backward.
@@ -133,8 +137,7 @@ class Updates:
         self._precision_plugin.pre_backward(loss, self._module)
         shared = self._pipeline.stages.updated_parameters() if self._tied.names else {}
         self._tied.set_apart(shared)
-        if self._begin_sums is not None:
-            self._begin_sums()
+        self._begin_sums()
         is_reduced = accumulating or self._pipeline.update_rule.completes_early
         self._pipeline.install_gradients(
             None if is_reduced else self._complete, is_complete=not accumulating
@@ -146,8 +149,7 @@ class Updates:
         loss = self._precision_plugin.post_backward(loss, self._module)
         if not accumulating:
             self._pipeline.begin_update()
-            if self._on_update is not None:
-                self._on_update()
+            self._on_update()
         return loss
 
     def step(
@@ -195,7 +197,8 @@ class Updates:
     def _end_update(self, optimizer: Optimizer) -> None:
         self._pipeline.end_update()
         self._history.end_update()
-        self._spent.end_update(optimizer)
+        is_torchs = type(optimizer).zero_grad is Optimizer.zero_grad
+        self._spent_by = optimizer if is_torchs and not self._zeroing_is_seen else None
 
     def _complete(self) -> None:
         self._complete_gradients()
