@@ -98,12 +98,6 @@ class DDPStrategy(LocalReplicas):
     ) -> None:
         local = LocalConfig(sync_every, sync_warmup_steps, outer, fragments, delay, alpha, wire)
         super().__init__(local, **arguments)
-        checks.check_arguments(
-            compression, topk_fraction, powersgd_rank, powersgd_start_step, bucket_megabytes
-        )
-        checks.check_local(local, compression)
-        if uneven_inputs:
-            checks.check_uneven(local, static_graph, find_unused_parameters)
         self._exchange = GradientExchange(
             compression=compression,
             topk_fraction=topk_fraction,
@@ -114,6 +108,9 @@ class DDPStrategy(LocalReplicas):
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
         )
+        checks.check_exchange(self._exchange, local)
+        if uneven_inputs:
+            checks.check_uneven(self._exchange, local)
         self._uneven_inputs = uneven_inputs
         self._uneven: UnevenInputs | None = None
         self._replica: WrappedReplica | None = None
@@ -159,7 +156,12 @@ class DDPStrategy(LocalReplicas):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        checks.check_static_graph(self._exchange.static_graph, len(self.optimizers))
+        if self._exchange.static_graph and len(self.optimizers) > 1:
+            raise ValueError(
+                f"static_graph=True does not go with {len(self.optimizers)} optimizers: only the"
+                " parameters of the first one's backward would be averaged. Pass"
+                " find_unused_parameters=True in its place."
+            )
 
     @override
     def open_session(self, trainer: pl.Trainer) -> None:
@@ -192,7 +194,12 @@ class DDPStrategy(LocalReplicas):
     @override
     def on_train_start(self) -> None:
         if self._uneven is not None:
-            checks.check_single_loader(self.module.trainer, self._uneven.loader)
+            loader = self.module.trainer.train_dataloader
+            if loader is not self._uneven.loader:
+                raise ValueError(
+                    "uneven_inputs=True needs one training loader, not a"
+                    f" {type(loader).__name__} of loaders."
+                )
         super().on_train_start()
 
     @override

@@ -87,11 +87,9 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         meta_init: bool = True,
         **arguments: Unpack[RunArguments],
     ) -> None:
-        checks.check_sizes(pp, dp_replicate, dp_shard, tp)
-        checks.check_mesh(pp, tp, pipeline, shard)
-        checks.check_local(local, dp_replicate)
-        super().__init__(pipeline, shard, tensor, meta_init, local, **arguments)
         self._sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
+        checks.check_mesh(self._sizes, pipeline, shard, local)
+        super().__init__(pipeline, shard, tensor, meta_init, local, **arguments)
 
     @classmethod
     def from_plan(
@@ -177,14 +175,18 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
 
         check_count("world_size", world_size)
         shape = self.mesh_shape(world_size)
-        checks.check_dry_run(self._policy.is_manual, optimizer_states_per_parameter)
-        checks.check_precision(str(self.precision_plugin.precision), shape.tp)
-        how = self.parallelism(shape)
         states = optimizer_states_per_parameter
+        check_count("optimizer_states_per_parameter", states, at_least=0)
+        if self._policy.is_manual:
+            raise ValueError(
+                "wrap='manual': `configure_model` shards on a mesh of real processes, of which a"
+                " dry run has none. Use wrap='auto', or another policy."
+            )
+        checks.check_precision(str(self.precision_plugin.precision), shape.tp)
         averages = self.replicates(shape) and not self._local_config.averages_weights
         return DryRun(
             shape,
-            how,
+            self.parallelism(shape),
             self.precision_plugin,
             sample_batch,
             states,

@@ -5,8 +5,8 @@ Each check raises ``ValueError`` with the reason, on all ranks alike, before any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, get_args
 
 import lightning.pytorch as pl
 from torch import nn
@@ -37,9 +37,8 @@ def keeps_parameters(
         return False
     if reshard_after_forward != "auto" or sync_every_microstep:
         raise ValueError(
-            f"shard={shard!r} sets reshard_after_forward and sync_every_microstep by itself, and"
-            f" these are {reshard_after_forward!r} and {sync_every_microstep}. Leave them out, or"
-            " leave shard out."
+            f"shard={shard!r} sets reshard_after_forward and sync_every_microstep by itself: these"
+            f" are {reshard_after_forward!r} and {sync_every_microstep}. Leave them or shard out."
         )
     return True
 
@@ -76,20 +75,20 @@ class HookCheck:
     def __init__(self, module: pl.LightningModule, *, reduces_each: bool) -> None:
         self._module = module
         self._reduces_each = reduces_each
-        named = list(module.named_parameters())
-        self._shards = [(name, p) for name, p in named if not is_indivisible(p)]
-        self._left_whole = [(name, p) for name, p in named if is_indivisible(p)]
+        self._own = list(module.named_parameters())
+        self._shards = [(name, p) for name, p in self._own if not is_indivisible(p)]
+        self._left_whole = [(name, p) for name, p in self._own if is_indivisible(p)]
         self._gathered: list[tuple[str, nn.Parameter]] | None = None
 
     def check(self, *, accumulating: bool) -> None:
-        """Checks the hooks of all parameters, between a step's forward and its backward.
+        """Checks the hooks between a step's forward and its backward.
 
         Args:
             accumulating: Whether more gradients come before the update.
         """
         if self._gathered is None:
             # The parameters that the root has gathered for a step; the same tensors in each step.
-            own = {id(parameter) for _, parameter in (*self._shards, *self._left_whole)}
+            own = {id(parameter) for _, parameter in self._own}
             found = self._module.named_parameters()
             self._gathered = [(name, p) for name, p in found if id(p) not in own]
         for name, parameter in self._shards:
@@ -123,15 +122,13 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
     # If one unit is the whole module, an earlier run's unit is around the module, not in it.
     if not is_manual and (is_sharded or any(is_dtensor(p) for p in module.parameters())):
         raise ValueError(
-            "The module is sharded already, as part of another LightningModule that was trained, or"
-            " by its own `configure_model`. Go on with that LightningModule, load its checkpoint"
-            " into a new one, or pass wrap='manual'."
+            "The module is sharded already, as part of another LightningModule or by its own"
+            " `configure_model`. Load a checkpoint into a new one, or pass wrap='manual'."
         )
     if is_manual and not is_sharded:
         raise ValueError(
-            "wrap='manual' expects that `configure_model` has called `fully_shard`, and no module"
-            " is sharded. Call it there with `mesh=self.trainer.strategy.device_mesh`, or use"
-            " wrap='auto'."
+            "wrap='manual', and no module is sharded. Call `fully_shard` in `configure_model`, with"
+            " `mesh=self.trainer.strategy.device_mesh`, or use wrap='auto'."
         )
 
 
@@ -139,9 +136,8 @@ def check_automatic(module: pl.LightningModule) -> None:
     """Checks that no step of a module calls backward by itself."""
     if not module.automatic_optimization:
         raise ValueError(
-            "Manual optimization calls backward inside of the step, where ranks that share layers,"
-            " or have other ones, cannot complete the gradients. Use automatic optimization,"
-            " FSDPStrategy or DDPStrategy."
+            "Manual optimization calls backward inside of the step, where ranks that share layers"
+            " cannot complete gradients. Use automatic optimization, FSDPStrategy or DDPStrategy."
         )
 
 
@@ -149,8 +145,8 @@ def check_optimization(module: pl.LightningModule, is_manual: bool) -> None:
     """Checks that a module optimizes as it did when it was sharded."""
     if not is_manual and not module.automatic_optimization:
         raise ValueError(
-            "The module was sharded for automatic optimization, and `automatic_optimization` is"
-            " False now. Set it in `__init__`, or load a checkpoint into a new module."
+            "The module was sharded for automatic optimization, which is off now. Set it in"
+            " `__init__`, or load a checkpoint into a new module."
         )
 
 
@@ -158,24 +154,15 @@ def check_half_precision(module: pl.LightningModule, is_manual: bool) -> None:
     """Checks that shards can be gathered in half precision, as ``MixedPrecision`` asks."""
     if is_manual:
         raise ValueError(
-            "MixedPrecision says what shards are gathered as, and wrap='manual' leaves that to"
-            " `configure_model`. Use wrap='auto', or a `mp_policy` there and no callback."
+            "With wrap='manual' `configure_model` decides what shards are gathered as. Give a"
+            " `mp_policy` there in place of MixedPrecision, or use wrap='auto'."
         )
     own = [name for name, _ in module.named_parameters(recurse=False)]
     if own:
         raise ValueError(
-            f"The parameters {own} of the LightningModule itself would be gathered in half"
-            " precision, and its steps use them beside a loss in fp32. Put them into a module"
-            " of their own."
+            f"MixedPrecision would gather the parameters {own} of the LightningModule itself in"
+            " half precision for its whole step. Put them into a module of their own."
         )
-
-
-def check_sizes(pp: object, dp_replicate: object, dp_shard: object, tp: object) -> None:
-    """Checks the sizes of the axes, each by itself."""
-    for name, size in (("pp", pp), ("dp_replicate", dp_replicate), ("tp", tp)):
-        check_count(name, size)
-    if dp_shard != "auto":
-        check_count("dp_shard", dp_shard, instead="'auto'")
 
 
 def check_gathers(backend: str, device_type: str, tp_size: int) -> None:
@@ -183,41 +170,39 @@ def check_gathers(backend: str, device_type: str, tp_size: int) -> None:
     if tp_size > 1 and crashes_in_gathers(backend, device_type):
         raise ValueError(
             f"process_group_backend={backend!r} with tp_size={tp_size} on a {device_type!r} device:"
-            " layers all-gather DTensors, with which torch crashes there (pytorch#152645). Use"
-            " process_group_backend=None, for the device's own, or strategies without tp."
+            " torch crashes in gathers of DTensors there (pytorch#152645). Use"
+            " process_group_backend=None, or a strategy without tp."
         )
 
 
-def check_mesh(pp: int, tp: int, pipeline: PipelineConfig, shard: ShardConfig) -> None:
-    """Checks that a pipeline goes with the rest of the mesh."""
+def check_mesh(
+    sizes: Mapping[str, Any], pipeline: PipelineConfig, shard: ShardConfig, local: LocalConfig
+) -> None:
+    """Checks the sizes of the axes, each by itself, and what goes with a mesh."""
+    for name, size in sizes.items():
+        if name != "dp_shard" or size != "auto":
+            check_count(name, size, instead="'auto'" if name == "dp_shard" else "")
     if pipeline.asynchronous:
         raise ValueError(
-            f"schedule={pipeline.schedule!r} keeps older versions of a stage's weights, each of"
-            " which would have to be sharded and gathered by itself. Use schedule='1f1b' here, or"
-            " PipelineStrategy(schedule='pipedream'), whose replicas hold whole stages."
+            f"schedule={pipeline.schedule!r} keeps older versions of weights, each of which would"
+            " have to be sharded. Use schedule='1f1b', or PipelineStrategy(schedule='pipedream')."
         )
     if pipeline.partition == "profile":
         raise ValueError(
-            "partition='profile' moves layers when it has measured, and here each rank has shards"
-            " of its layers, or pieces. Use partition='parameters' or the layers per stage, or"
-            " PipelineStrategy, whose replicas hold whole stages."
+            "partition='profile' moves layers when it has measured, and here they are in shards."
+            " Use partition='parameters' or the layers per stage, or PipelineStrategy."
         )
     if pipeline.is_traced:
         raise ValueError(
-            f"layers={pipeline.layers!r} runs the operations of a module without calling its parts,"
-            " and parameters are gathered and resharded where parts are called. Use"
-            " PipelineStrategy(layers='trace'), whose replicas hold whole stages."
+            f"layers={pipeline.layers!r} calls no parts of a module, and parameters are gathered"
+            " where parts are called. Use PipelineStrategy(layers='trace')."
         )
-    if (pp > 1 or tp > 1) and shard.policy.is_manual:
+    if (sizes["pp"] > 1 or sizes["tp"] > 1) and shard.policy.is_manual:
         raise ValueError(
-            f"wrap='manual' with pp={pp}, tp={tp}: `configure_model` would shard layers before they"
-            " are shared out among stages or sharded. Use wrap='auto', or another policy."
+            f"wrap='manual' with pp={sizes['pp']}, tp={sizes['tp']}: `configure_model` would shard"
+            " layers before ranks share them out. Use wrap='auto', or another policy."
         )
-
-
-def check_local(local: LocalConfig, dp_replicate: int) -> None:
-    """Checks that there are replicas that can step by themselves."""
-    if local.averages_weights and dp_replicate == 1:
+    if local.averages_weights and sizes["dp_replicate"] == 1:
         raise ValueError(
             f"local={local} averages the weights of replicas, and dp_replicate=1 leaves one. Use"
             " dp_replicate=2 or more, or leave local out."
@@ -229,8 +214,8 @@ def check_fragments(local: LocalConfig, ties: Sequence[Tie]) -> None:
     if local.fragments > 1 and ties:
         shared = [name for names in ties[0].names.values() for name in names]
         raise ValueError(
-            f"fragments={local.fragments}: each stage averages its fragments in its own turns, and"
-            f" {shared} are one parameter, whose copies would then differ. Use fragments=1."
+            f"fragments={local.fragments}: stages average fragments in their own turns, in which"
+            f" copies of one parameter, {shared}, would differ. Use fragments=1."
         )
 
 
@@ -239,22 +224,7 @@ def check_offload(offload: Offload, shape: MeshShape) -> None:
     if offload != "none" and shape.data_size == 1 and shape.world_size > 1:
         raise ValueError(
             f"offload={offload!r} keeps shards in host memory, and with dp_replicate=1 x dp_shard=1"
-            " nothing is sharded: stages and tensor-parallel ranks compute with what they hold."
-            " Use dp_shard=2 or more, or leave offload out."
-        )
-
-
-def check_dry_run(is_manual: bool, optimizer_states_per_parameter: int) -> None:
-    """Checks the arguments of a dry run."""
-    if is_manual:
-        raise ValueError(
-            "wrap='manual': `configure_model` shards on a mesh of real processes, which a dry run"
-            " has none of. Use wrap='auto', or another policy."
-        )
-    if optimizer_states_per_parameter < 0:
-        raise ValueError(
-            f"optimizer_states_per_parameter={optimizer_states_per_parameter} cannot be below zero;"
-            " it is 2 for AdamW, 1 for momentum, 0 for plain SGD."
+            " nothing is sharded. Use dp_shard=2 or more, or leave offload out."
         )
 
 
@@ -262,8 +232,8 @@ def check_precision(precision: str, tp_size: int) -> None:
     """Checks that tensor-parallel ranks skip the same steps."""
     if precision == "16-mixed" and tp_size > 1:
         raise ValueError(
-            f"precision='16-mixed' with tp_size={tp_size}: each rank's loss scaler looks at its own"
-            " part of the gradients, and ranks would skip different steps. Use 'bf16-mixed'."
+            f"precision='16-mixed' with tp_size={tp_size}: ranks scale the loss by their own parts"
+            " of the gradients, and would skip different steps. Use 'bf16-mixed'."
         )
 
 
@@ -271,7 +241,6 @@ def check_anomaly(is_asked: bool, tp_size: int) -> None:
     """Checks that no gradient of a tensor-parallel layer is searched for nan by autograd."""
     if is_asked:
         raise ValueError(
-            f"detect_anomaly=True with tp_size={tp_size}: autograd would ask each gradient whether"
-            " it is nan, which a DTensor cannot answer. Look for it in `on_after_backward`, or"
-            " train a few steps without tensor parallelism."
+            f"detect_anomaly=True with tp_size={tp_size}: autograd cannot look for nan in a"
+            " DTensor. Look for it in `on_after_backward`, or train some steps without tp."
         )

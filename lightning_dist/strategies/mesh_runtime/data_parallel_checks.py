@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.names import check_count, check_positive
-from lightning_dist.engine.data_parallel.ddp_options import Compression
+from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
 from lightning_dist.engine.parallelize.separate_updates import check_separate_updates
@@ -31,32 +31,23 @@ from lightning_dist.strategies.base.model_checks import check_dense_gradients, c
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 
 
-def check_arguments(
-    compression: str,
-    topk_fraction: float,
-    powersgd_rank: int,
-    powersgd_start_step: int,
-    bucket_megabytes: float,
-) -> None:
-    """Checks the strategy's arguments, each by itself."""
+def check_exchange(exchange: GradientExchange, local: LocalConfig) -> None:
+    """Checks how gradients are averaged, if they are."""
+    compression = exchange.compression
     if compression not in get_args(Compression):
         raise ValueError(
             f"compression={compression!r} is unknown; use one of {get_args(Compression)}."
         )
-    check_positive("topk_fraction", topk_fraction)
-    if topk_fraction > 1:
+    check_positive("topk_fraction", exchange.topk_fraction)
+    if exchange.topk_fraction > 1:
         raise ValueError(
-            f"topk_fraction={topk_fraction} is more than all elements of a gradient. Pass a number"
-            " above 0 and up to 1."
+            f"topk_fraction={exchange.topk_fraction} is more than all elements of a gradient."
+            " Pass a number above 0 and up to 1."
         )
-    check_count("powersgd_rank", powersgd_rank)
+    check_count("powersgd_rank", exchange.powersgd_rank)
     # PowerSGD needs two steps with whole gradients, in which the buckets are formed.
-    check_count("powersgd_start_step", powersgd_start_step, at_least=2)
-    check_positive("bucket_megabytes", bucket_megabytes)
-
-
-def check_local(local: LocalConfig, compression: str) -> None:
-    """Checks that there are gradients to compress."""
+    check_count("powersgd_start_step", exchange.powersgd_start_step, at_least=2)
+    check_positive("bucket_megabytes", exchange.bucket_megabytes)
     if compression != "none" and not local.averages_gradients:
         raise ValueError(
             f"compression={compression!r} has nothing to compress with"
@@ -78,7 +69,7 @@ def check_compressible(module: nn.Module, compression: str) -> None:
         )
 
 
-def check_uneven(local: LocalConfig, static_graph: bool, find_unused_parameters: bool) -> None:
+def check_uneven(exchange: GradientExchange, local: LocalConfig) -> None:
     """Checks that the arguments go with ranks that have different numbers of batches."""
     if local.averages_weights:
         raise ValueError(
@@ -86,11 +77,12 @@ def check_uneven(local: LocalConfig, static_graph: bool, find_unused_parameters:
             f" outer={local.outer}: a replica without data would go on alone, driven by its"
             " momentum. Leave one of them out."
         )
-    if static_graph or find_unused_parameters:
+    static_graph, finds_unused = exchange.static_graph, exchange.find_unused_parameters
+    if static_graph or finds_unused:
         raise ValueError(
             f"uneven_inputs=True does not go with static_graph={static_graph} and"
-            f" find_unused_parameters={find_unused_parameters}: the empty step of a rank without"
-            " data uses each parameter once. Leave them out."
+            f" find_unused_parameters={finds_unused}: the empty step of a rank without data uses"
+            " each parameter once. Leave them out."
         )
 
 
@@ -113,15 +105,6 @@ def check_uneven_module(module: pl.LightningModule, *, has_layer_sync: bool) -> 
         )
 
 
-def check_single_loader(trainer: pl.Trainer, loader: object) -> None:
-    """Checks that there is one training loader."""
-    if trainer.train_dataloader is not loader:
-        raise ValueError(
-            f"uneven_inputs=True needs one training loader, not a"
-            f" {type(trainer.train_dataloader).__name__} of loaders."
-        )
-
-
 def check_module(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Checks that each rank has built the same model, and that no part of it is wrapped."""
     for name, part in module.named_modules():
@@ -130,62 +113,44 @@ def check_module(module: nn.Module, group: dist.ProcessGroup) -> None:
                 f"{name!r} is wrapped in {type(part).__name__} already. Give the strategy the plain"
                 " module; it wraps it itself."
             )
-    own = _described(module)
+    own: dict[str, str] = {}  # in the order in which the ranks send them
+    for name, p in module.named_parameters():
+        own[f"parameter {name!r}"] = f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+    for name, b in module.named_buffers():
+        own[f"buffer {name!r}"] = f"{tuple(b.shape)} {b.dtype}"
     # Else each rank would hold the names of all parameters once for each rank.
     digest = blake2b(repr(own).encode()).digest()
     if len(set(gather_objects(digest, group))) == 1:
         return
-    everyone = gather_objects(own, group)
-    for rank, other in enumerate(everyone):
-        for kind, tensors in everyone[0].items():
-            difference = _difference(kind, tensors, rank, other[kind])
-            if difference:
-                raise ValueError(
-                    f"{difference} The ranks match what they send by its order and size. Build the"
-                    " same model on each rank, in the same order, with the same parameters frozen."
-                )
+    first, *others = gather_objects(own, group)
+    for rank, other in enumerate(others, 1):
+        difference = _difference(first, rank, other)
+        if difference:
+            raise ValueError(
+                f"{difference} The ranks match what they send by its order and size. Build the"
+                " same model on each rank, in the same order, with the same parameters frozen."
+            )
 
 
-def _described(module: nn.Module) -> dict[str, dict[str, str]]:
-    """Describes the parameters and buffers, in the order in which the ranks send them."""
-    return {
-        "parameter": {
-            name: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-            for name, p in module.named_parameters()
-        },
-        "buffer": {name: f"{tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()},
-    }
-
-
-def _difference(kind: str, first: dict[str, str], rank: int, other: dict[str, str]) -> str:
+def _difference(first: dict[str, str], rank: int, other: dict[str, str]) -> str:
     """Describes where a rank first differs from rank 0; empty if nowhere."""
     for name in {**first, **other}:
         there, here = first.get(name, "missing"), other.get(name, "missing")
         if there != here:
-            return f"The {kind} {name!r} is {there} on rank 0 and {here} on rank {rank}."
+            return f"The {name} is {there} on rank 0 and {here} on rank {rank}."
     for number, (there, here) in enumerate(zip(first, other, strict=True)):
         if there != here:
-            return f"The {kind} number {number} is {there!r} on rank 0 and {here!r} on rank {rank}."
+            (kind, there), (_, here) = there.split(" ", 1), here.split(" ", 1)
+            return f"The {kind} number {number} is {there} on rank 0 and {here} on rank {rank}."
     return ""
-
-
-def check_static_graph(static_graph: bool, num_optimizers: int) -> None:
-    """Checks that each backward can be like the first one."""
-    if static_graph and num_optimizers > 1:
-        raise ValueError(
-            f"static_graph=True does not go with {num_optimizers} optimizers: each one's backward"
-            " uses other parameters, and only those of the first backward would be averaged. Pass"
-            " find_unused_parameters=True in its place."
-        )
 
 
 def check_whole(module: nn.Module) -> None:
     """Checks that no earlier Trainer has left a module in shards."""
     if any(map(is_dtensor, module.parameters())):
         raise ValueError(
-            "The module is sharded already, by an earlier Trainer's strategy, and this one computes"
-            " with whole parameters. Give both Trainers the same strategy, or load a checkpoint of"
-            " the module into a new one."
+            "The module is sharded already, by an earlier Trainer, and this one's strategy computes"
+            " with whole parameters. Give both the same, or load a checkpoint into a new module."
         )
 
 
@@ -204,8 +169,7 @@ def check_own_steps(module: nn.Module, *, has_layer_sync: bool) -> None:
     if has_layer_sync or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         raise ValueError(
             "Synchronised BatchNorm waits in its forward for all ranks, and here each one steps by"
-            " itself. Leave sync_batchnorm out, or use DDPStrategy or"
-            " ParameterServerStrategy(mode='sync')."
+            " itself. Leave it out, or use DDPStrategy or ParameterServerStrategy(mode='sync')."
         )
 
 
