@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.splitting.config import PipelineConfig, find_batch_statistics
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.model_checks import check_callbacks, check_finetuning
@@ -36,9 +37,7 @@ def find_statistics_of_all(
     """
     is_fitting = module.trainer.state.fn == TrainerFn.FITTING
     own = find_batch_statistics(module, in_any_mode=not is_fitting)
-    found: list[Any] = [None] * dist.get_world_size(everyone)
-    dist.all_gather_object(found, own, group=everyone)
-    return tuple(dict.fromkeys(name for names in found for name in names))
+    return tuple(dict.fromkeys(n for names in gather_objects(own, everyone) for n in names))
 
 
 def check_trainer(
@@ -69,9 +68,8 @@ def check_trainer(
         given = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
         asked = GradientAccumulationScheduler.__name__ if accumulates else given
         raise ValueError(
-            f"{asked} does not go with"
-            f" schedule={config.schedule!r}, which updates the weights after each batch. Use larger"
-            " batches, or schedule='1f1b'."
+            f"{asked} does not go with schedule={config.schedule!r}, which updates the weights"
+            " after each batch. Use larger batches, or schedule='1f1b'."
         )
     if not config.schedules.update_rule.is_joint and clips_by_norm(trainer, module):
         asked = f"gradient_clip_val={trainer.gradient_clip_val}"
@@ -79,8 +77,7 @@ def check_trainer(
             asked = "A `clip_gradients` in `configure_gradient_clipping`"
         rank_zero_warn(
             f"{asked} with schedule={config.schedule!r} clips by the norm of each stage's own"
-            " gradients: the stages' updates belong to different"
-            " batches, and a norm over all stages would make them wait for each other."
+            " gradients, for the stages' updates belong to different batches."
             " schedule='pipedream_2bw' clips by the norm of the whole gradient."
         )
 

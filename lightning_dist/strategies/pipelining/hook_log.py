@@ -12,23 +12,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.engine.tensors.patch import replace_method
-from lightning_dist.strategies.base.callback_order import (
-    add_first_callback,
-    is_overridden_by_user,
-)
+from lightning_dist.strategies.base.callback_order import add_first_callback, is_overridden_by_user
 from lightning_dist.strategies.base.lightning_internals import as_of_hook, hook_of
 from lightning_dist.strategies.pipelining.step_log import reduction_of
 
@@ -66,16 +64,15 @@ def merge_calls(calls_of_stages: Sequence[Sequence[HookCall]]) -> list[HookCall]
     Returns:
         One call for each key; the calls of one hook follow each other.
     """
-    by_hook: dict[str, dict[tuple[str, str, int], list[HookCall]]] = {}
-    for calls in calls_of_stages:
-        for call in calls:
-            by_hook.setdefault(call.key[0], {}).setdefault(call.key, []).append(call)
+    by_key: dict[tuple[str, str, int], list[HookCall]] = {}
+    for call in chain(*calls_of_stages):
+        by_key.setdefault(call.key, []).append(call)
+    hooks = [*dict.fromkeys(hook for hook, *_ in by_key)]
     merged = []
-    for by_key in by_hook.values():
-        for key, calls in by_key.items():
-            values = torch.tensor([call.value for call in calls], dtype=torch.float64)
-            reduce = getattr(torch, calls[0].options["reduce_fx"])
-            merged.append(HookCall(key, float(reduce(values)), calls[0].dtype, calls[0].options))
+    for first, *others in sorted(by_key.values(), key=lambda calls: hooks.index(calls[0].key[0])):
+        values = torch.tensor([call.value for call in (first, *others)], dtype=torch.float64)
+        reduce = getattr(torch, first.options["reduce_fx"])
+        merged.append(replace(first, value=float(reduce(values))))
     return merged
 
 
@@ -96,9 +93,8 @@ class HookLog:
         self._kept: list[HookCall] = []
         self._count: Counter[tuple[str, str]] = Counter()
         kinds = (_IN_BATCH, _BEHIND_BATCH)
-        in_batch, behind_batch = self._agree(
-            [not asynchronous and is_overridden_by_user(names, module) for names in kinds]
-        )
+        own = [not asynchronous and is_overridden_by_user(names, module) for names in kinds]
+        in_batch, behind_batch = map(any, zip(*gather_objects(own, stages), strict=True))
         self._hooks = (*_IN_BATCH * in_batch, *_BEHIND_BATCH * behind_batch, *_BEHIND_EPOCH)
         self._log = module.log
 
@@ -108,7 +104,8 @@ class HookLog:
 
         self._undo = [replace_method(module, "log", log)]
         if in_batch:
-            exchange = _Exchange(self.exchange)
+            # Before other callbacks read the logged values.
+            exchange = LambdaCallback(on_train_batch_end=lambda *_: self.exchange())
             self._undo.append(add_first_callback(module.trainer, exchange))
         names = (*_BEHIND_BATCH * behind_batch, *_BEHIND_EPOCH)
         self._undo += [replace_method(module, name, self._before_exchange(name)) for name in names]
@@ -138,11 +135,6 @@ class HookLog:
         dist.all_reduce(count, group=self._stages)
         return bool(count.item())
 
-    def _agree(self, answers: list[bool]) -> list[bool]:
-        votes = torch.tensor([int(answer) for answer in answers], dtype=torch.int32)
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._stages)
-        return [bool(vote) for vote in votes.tolist()]
-
     def _before_exchange(self, name: str) -> Callable[..., Any]:
         method = getattr(self._module, name)
 
@@ -168,14 +160,3 @@ class HookLog:
         key = (hook, name)
         self._kept.append(HookCall((*key, self._count[key]), number, dtype, options))
         self._count[key] += 1
-
-
-class _Exchange(pl.Callback):
-    """Exchanges the calls of a batch, before other callbacks read the logged values."""
-
-    def __init__(self, exchange: Callable[[], None]) -> None:
-        self._exchange = exchange
-
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._exchange()

@@ -15,7 +15,6 @@ Values of a GPU stay there, as numbers of no dim, so that logging does not wait 
 from __future__ import annotations
 
 import numbers
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,14 +26,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_dist.engine.pipeline.connect import Channels
 from lightning_dist.engine.pipeline.microbatch import mean_of
-from lightning_dist.engine.pipeline.step_checks import CallNotes
 from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.lightning_internals import set_step_value, step_value
-from lightning_dist.strategies.pipelining.given_size import GivenSize
-from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCall
 
 Number: TypeAlias = float | Tensor
 """A logged value: a number on the host, or a float64 tensor of no dim on another device."""
@@ -77,16 +72,51 @@ class BatchLog:
 
 
 @dataclass(slots=True)
-class _Microbatch:
-    """The micro-batch that a step is recorded for.
+class GivenSize:
+    """Finds the weight of a batch whose micro-batches one ``self.log`` call gives a ``batch_size``.
+
+    ``batch_size=len(y)`` counts items of the micro-batch; the batch weighs their sum.
+    ``batch_size=1`` is a constant; the batch weighs the same however many micro-batches it has. One
+    batch with equal micro-batches does not tell the two apart, and need not, for only weights
+    relative to other batches matter. A batch that is cut otherwise tells.
 
     Attributes:
-        num_samples: Number of samples in the micro-batch.
-        weight: Weight of the micro-batch's means, which may be known only when the step is over.
+        counts: Whether the sizes count items of a micro-batch; None while that is unknown.
+        first: Number of micro-batches in the first batch; samples and given size of its first one.
     """
 
+    counts: bool | None = None
+    first: tuple[int, int, float] | None = None
+
+    def weights_of(self, rows: Sequence[int], given: Sequence[float]) -> tuple[list[float], float]:
+        """Returns the weights of a batch and its micro-batches, and remembers its sizes.
+
+        Args:
+            rows: Number of samples in each micro-batch.
+            given: The user's ``batch_size`` of each micro-batch.
+
+        Returns:
+            The weight of each micro-batch in the batch, and of the batch among others.
+        """
+        self.first = self.first or (len(rows), rows[0], given[0])
+        num_pieces, first_rows, first_given = self.first
+        if any(size != first_given for size in given):
+            self.counts = True
+        elif self.counts is None and any(number != first_rows for number in rows):
+            self.counts = False
+        counts = self.counts
+        if counts is None:
+            # So far all micro-batches were equal. Their weights are, too, but for a smaller batch.
+            counts = first_given != first_rows * num_pieces or num_pieces == 1
+        if counts:
+            return list(given), sum(given)
+        return [float(number) for number in rows], first_given * num_pieces
+
+
+@dataclass(slots=True)
+class _Microbatch:
     num_samples: int
-    weight: float
+    weight: float  # of its means, which may be known only when the step is over
 
 
 @dataclass(slots=True)
@@ -106,14 +136,12 @@ class _Recorded:
     def combine(self, given_size: GivenSize, *, counts: bool) -> tuple[LogCall, Number]:
         if not self.values:
             return replace(self.call, has_value=False), float("nan")
+        call, weights = self.call, [microbatch.weight for microbatch in self.microbatches]
         if self.given:
             rows = [microbatch.num_samples for microbatch in self.microbatches]
-            weights, total = given_size.weights_of(rows, self.given)
-            call = replace(self.call, batch_size=total)
-            if not given_size.counts:
-                weights = [microbatch.weight for microbatch in self.microbatches]
-        else:
-            call, weights = self.call, [microbatch.weight for microbatch in self.microbatches]
+            given, total = given_size.weights_of(rows, self.given)
+            call = replace(call, batch_size=total)
+            weights = given if given_size.counts else weights
         reduce = _OF_COUNTS.get(call.options["reduce_fx"]) if counts else None
         return call, mean_of(self.values, weights) if reduce is None else reduce(self.values)
 
@@ -129,18 +157,10 @@ _OF_COUNTS: dict[str, Callable[[Sequence[Number]], Number]] = {
 """The functions that combine integers of micro-batches; other values are averaged."""
 
 _REDUCTIONS: dict[Any, str] = {
-    "mean": "mean",
     "avg": "mean",
-    "sum": "sum",
-    "max": "max",
-    "min": "min",
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.max: "max",
-    torch.min: "min",
-    sum: "sum",
-    max: "max",
-    min: "min",
+    **{name: name for name in ("mean", "sum", "max", "min")},
+    **{getattr(torch, name): name for name in ("mean", "sum", "max", "min")},
+    **{reduce: reduce.__name__ for reduce in (sum, max, min)},
 }
 """The name of each ``reduce_fx`` that Lightning takes; ranks send the name."""
 
@@ -234,18 +254,14 @@ class StepLog:
             tensor = _tensor_of(value, call.dtype, self._module.device)
             logged: Tensor | Metric = tensor
             if call.metric is not None:
-                logged = self._metric(call.metric)
+                logged = self._module.get_submodule(call.metric)
+                assert isinstance(logged, Metric)
                 set_step_value(logged, tensor if call.has_value else None)
             size = log.num_samples if call.batch_size is None else call.batch_size
             options = {"batch_size": size, **call.options}
             if not options.get("rank_zero_only"):
                 options["sync_dist"] = True
             self._module.log(call.name, logged, **options)
-
-    def _metric(self, name: str) -> Metric:
-        metric = self._module.get_submodule(name)
-        assert isinstance(metric, Metric)
-        return metric
 
     def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options.update(zip(_OPTIONS, args, strict=False))
@@ -320,72 +336,3 @@ def _is_whole(value: Any) -> bool:
 def _floating(dtype: torch.dtype) -> torch.dtype:
     """Returns the floating dtype of a mean; Lightning's means are floating as well."""
     return dtype if dtype.is_floating_point else torch.get_default_dtype()
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of a batch on the last stage.
-
-    Attributes:
-        log: The user's ``self.log`` calls.
-        result: The step's return value, merged over the micro-batches.
-        should_stop: Whether the step asked to end the training.
-        rank_zero_calls: What the step called that only rank 0 does.
-        module_calls: With what the step called the pipelined module; None if not compared.
-    """
-
-    log: BatchLog
-    result: Any
-    should_stop: bool = False
-    rank_zero_calls: Sequence[RankZeroCall] = ()
-    module_calls: CallNotes | None = None
-
-
-class Outcomes:
-    """Carries outcomes from the last stage to the others, which show them at the same batch.
-
-    Under an asynchronous schedule the first stage gets a batch's gradients the longest after its
-    forward. So each stage holds outcomes back until the first must have them too,
-    ``num_stages - 1`` batches later. At the end of an epoch or a run they are exchanged at
-    once.
-    """
-
-    def __init__(self, channels: Channels) -> None:
-        self._channels = channels
-        self._held: deque[Outcome] = deque()
-        self._num_published = 0
-        self._num_delivered = 0
-
-    def publish(self, outcome: Outcome | None) -> None:
-        """Ends a batch on this stage.
-
-        Args:
-            outcome: The outcome on the last stage; None on the others, which receive it.
-        """
-        self._num_published += 1
-        if outcome is None:
-            return
-        self._held.append(outcome)
-        for sender in self._channels.results_out:
-            sender.send(outcome)
-
-    def deliver(self, num_held_back: int) -> list[Outcome]:
-        """Returns the outcomes that each stage may know now, and waits for those still to come.
-
-        Args:
-            num_held_back: Number of the newest batches to leave for later.
-
-        Returns:
-            The outcomes, oldest first, each once.
-        """
-        due = self._num_published - num_held_back - self._num_delivered
-        outcomes = [self._next() for _ in range(due)]
-        self._num_delivered += len(outcomes)
-        return outcomes
-
-    def _next(self) -> Outcome:
-        if self._channels.results_in is None:
-            return self._held.popleft()
-        received = self._channels.results_in.receive()
-        assert isinstance(received, Outcome)
-        return received

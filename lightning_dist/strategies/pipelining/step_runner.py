@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,8 +30,8 @@ from lightning_dist.strategies.base.loaders.sample_lists import SampleLists
 from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 from lightning_dist.strategies.base.run_setup import StepContext
-from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
-from lightning_dist.strategies.pipelining.step_log import Outcome, Outcomes, StepLog
+from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCall, RankZeroCalls
+from lightning_dist.strategies.pipelining.step_log import BatchLog, StepLog
 from lightning_dist.strategies.pipelining.step_state import StepCounters, StepState
 
 _EVALUATION_STEPS = {
@@ -39,6 +40,75 @@ _EVALUATION_STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a batch on the last stage.
+
+    Attributes:
+        log: The user's ``self.log`` calls.
+        result: The step's return value, merged over the micro-batches.
+        should_stop: Whether the step asked to end the training.
+        rank_zero_calls: What the step called that only rank 0 does.
+        module_calls: With what the step called the pipelined module; None if not compared.
+    """
+
+    log: BatchLog
+    result: Any
+    should_stop: bool = False
+    rank_zero_calls: Sequence[RankZeroCall] = ()
+    module_calls: CallNotes | None = None
+
+
+class Outcomes:
+    """Carries outcomes from the last stage to the others, which show them at the same batch.
+
+    Under an asynchronous schedule the first stage gets a batch's gradients the longest after its
+    forward. So each stage holds outcomes back until the first must have them too,
+    ``num_stages - 1`` batches later. At the end of an epoch or a run they are exchanged at
+    once.
+    """
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+        self._held: deque[Outcome] = deque()
+        self._num_published = 0
+        self._num_delivered = 0
+
+    def publish(self, outcome: Outcome | None) -> None:
+        """Ends a batch on this stage.
+
+        Args:
+            outcome: The outcome on the last stage; None on the others, which receive it.
+        """
+        self._num_published += 1
+        if outcome is None:
+            return
+        self._held.append(outcome)
+        for sender in self._channels.results_out:
+            sender.send(outcome)
+
+    def deliver(self, num_held_back: int) -> list[Outcome]:
+        """Returns the outcomes that each stage may know now, and waits for those still to come.
+
+        Args:
+            num_held_back: Number of the newest batches to leave for later.
+
+        Returns:
+            The outcomes, oldest first, each once.
+        """
+        due = self._num_published - num_held_back - self._num_delivered
+        outcomes = [self._next() for _ in range(due)]
+        self._num_delivered += len(outcomes)
+        return outcomes
+
+    def _next(self) -> Outcome:
+        if self._channels.results_in is None:
+            return self._held.popleft()
+        received = self._channels.results_in.receive()
+        assert isinstance(received, Outcome)
+        return received
 
 
 class StepRunner:
