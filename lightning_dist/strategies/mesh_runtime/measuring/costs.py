@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -47,8 +47,12 @@ from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.samples import batch_size_of
 from lightning_dist.engine.tensors.tree import flatten
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
-from lightning_dist.strategies.mesh_runtime.measuring.moments import Moments, measure_moments
-from lightning_dist.strategies.mesh_runtime.measuring.updates import TimedUpdate, seconds_of
+from lightning_dist.strategies.mesh_runtime.measuring.updates import (
+    Moments,
+    TimedUpdate,
+    measure_moments,
+    seconds_of,
+)
 
 _ROUNDS, _REPEATS = 5, 2
 _FIRST_RUNS, _RUNS = 2, 5  # of sums; the first ones touch memory
@@ -116,8 +120,9 @@ class Measurement:
                 for same in zip(*rounds, strict=True)
             ]
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        costs = ModelCosts(
-            tuple(update.added_to(moments.added_to(batch)) for batch in measured),
+        batches = tuple(update.added_to(moments.added_to(batch)) for batch in measured)
+        return ModelCosts(
+            batches,
             states_per_parameter=self.states_per_parameter,
             num_parameters=sum(p.requires_grad for p in module.parameters()),
             can_cut=can_cut,
@@ -127,11 +132,7 @@ class Measurement:
             update_bytes=moments.update_bytes,
             updates_together=self.device.type != "cpu",
             sample_bytes=sum(t.nbytes for t in flatten(batch)[0]) / num_samples,
-        )
-        return (
-            costs
-            if not self.tensor_sizes
-            else _with_tensor(costs, module, parts, self.tensor_sizes)
+            tensor=_of_tensor_plans(batches[-1], module, parts, self.tensor_sizes),
         )
 
     def _measure(
@@ -276,9 +277,9 @@ def _find_parts(module: nn.Module) -> tuple[list[Part], bool]:
     return layers.parts(), True
 
 
-def _with_tensor(
-    costs: ModelCosts, module: nn.Module, parts: Sequence[Part], sizes: Iterable[int]
-) -> ModelCosts:
+def _of_tensor_plans(
+    batch: MeasuredBatch, module: nn.Module, parts: Sequence[Part], sizes: Iterable[int]
+) -> dict[int, TensorCosts]:
     found = {}
     for size in sizes:
         try:
@@ -286,8 +287,8 @@ def _with_tensor(
             check_styles(module, styles, size, sequence_parallel=False)
         except ValueError:
             continue
-        found[size] = _tensor_costs(costs.batches[-1], module, parts, styles)
-    return replace(costs, tensor=found)
+        found[size] = _tensor_costs(batch, module, parts, styles)
+    return found
 
 
 def _tensor_costs(
