@@ -7,46 +7,16 @@ be unsharded: FSDP2 has no way back, and no rank may have room for the whole mod
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.shard_config import ShardConfig
-from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 
 _ATTRIBUTE = "_lightning_dist_sharding"
 _ADVICE = "Give both Trainers the same, or load a checkpoint of the module into a new one."
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The settings that Trainers must have in common to run one sharded module.
-
-    Attributes:
-        mesh: The sizes of the mesh.
-        pipeline: How the model is cut into stages; None for no stages.
-        tensor: How layers are sharded over tensor-parallel ranks.
-        shard: How parameters are sharded.
-        data_axes: The axes that they are sharded over, and gradients averaged over.
-        precision: The Trainer's precision.
-        mixed_precision: The policy of the ``MixedPrecision`` callback.
-        sync_batchnorm: The Trainer's argument; None if nothing is trained and it has no effect.
-    """
-
-    mesh: MeshShape
-    pipeline: PipelineConfig | None
-    tensor: TensorConfig
-    shard: ShardConfig
-    data_axes: tuple[str, ...]
-    precision: str
-    mixed_precision: HalfPrecision | None
-    sync_batchnorm: bool | None
 
 
 @dataclass(frozen=True)
@@ -55,26 +25,25 @@ class KeptSharding:
 
     Attributes:
         sharded: The module.
-        layout: The layout that the strategy was asked for.
+        settings: The settings that Trainers must have in common to run it, by name.
         mesh: The ranks that hold the shards.
     """
 
     sharded: ShardedModule
-    layout: Layout
+    settings: dict[str, Any]
     mesh: DeviceMesh
+
+    def keep(self) -> None:
+        """Stores itself in the module."""
+        setattr(self.sharded.module, _ATTRIBUTE, self)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Leaves itself out of copies and files."""
         return type(None), ()
 
 
-def keep_sharding(kept: KeptSharding) -> None:
-    """Stores a module's sharding in the module."""
-    setattr(kept.sharded.module, _ATTRIBUTE, kept)
-
-
 def find_sharding(
-    module: pl.LightningModule, layout: Layout, mesh: DeviceMesh
+    module: pl.LightningModule, settings: dict[str, Any], mesh: DeviceMesh
 ) -> ShardedModule | None:
     """Returns the module as an earlier Trainer has sharded it; None if none has.
 
@@ -84,10 +53,7 @@ def find_sharding(
     kept = vars(module).get(_ATTRIBUTE)
     if not isinstance(kept, KeptSharding) or kept.sharded.module is not module:
         return None
-    earlier = kept.layout
-    if layout.sync_batchnorm is None or earlier.sync_batchnorm is None:
-        earlier = replace(earlier, sync_batchnorm=layout.sync_batchnorm)
-    differing = list(_differing(earlier, layout))
+    differing = list(_differing(kept.settings, settings))
     if differing:
         before = ", ".join(f"{name}={value!r}" for name, value, _ in differing)
         now = ", ".join(f"{name}={value!r}" for name, _, value in differing)
@@ -104,13 +70,15 @@ def find_sharding(
     return kept.sharded
 
 
-def _differing(before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Lists the arguments that differ, however deep they are."""
-    for part in fields(before):
-        old, new = getattr(before, part.name), getattr(now, part.name)
+    for name, old in before.items():
+        new = now.get(name, old)
         if old == new:
             continue
         if is_dataclass(old) and type(old) is type(new):
-            yield from _differing(old, new)
+            names = [part.name for part in fields(old)]
+            parts = ({n: getattr(each, n) for n in names} for each in (old, new))
+            yield from _differing(*parts)
         else:
-            yield part.name, old, new
+            yield name, old, new

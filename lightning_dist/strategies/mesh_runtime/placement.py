@@ -43,12 +43,7 @@ from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import checks, data_parallel_checks
-from lightning_dist.strategies.mesh_runtime.kept_sharding import (
-    KeptSharding,
-    Layout,
-    find_sharding,
-    keep_sharding,
-)
+from lightning_dist.strategies.mesh_runtime.kept_sharding import KeptSharding, find_sharding
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_rounds
 from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
 from lightning_dist.strategies.mesh_runtime.replicated_module import ReplicatedModule
@@ -172,29 +167,32 @@ class ShardedPlacement(LocalReplicas):
     @override
     def place_model(self, trainer: pl.Trainer) -> None:
         if self._sharded is None or self._sharded.module is not self.module:
-            self._sharded = self._taken_over(self.is_fitting) or self._shard()
+            self._sharded = self._taken_over() or self._shard()
         if self.is_fitting:
             checks.check_optimization(self.module, self.sharded.is_manual)
         self.model_to_device()  # an earlier run has left it on the host
 
     @property
-    def _layout(self) -> Layout:
+    def _settings(self) -> dict[str, Any]:
+        """The settings that Trainers must have in common to run one sharded module."""
         asked = self.parallelism(self.mesh)
-        return Layout(
-            mesh=self.mesh,
-            pipeline=asked.pipeline,
-            tensor=asked.tensor,
-            shard=self._shard_config,
-            data_axes=asked.data_axes,
-            precision=str(self.precision_plugin.precision),
-            mixed_precision=asked.half,
-            sync_batchnorm=self._layer_sync is not None,
-        )
+        return {
+            "mesh": self.mesh,
+            "pipeline": asked.pipeline,
+            "tensor": asked.tensor,
+            "shard": self._shard_config,
+            "data_axes": asked.data_axes,
+            "precision": str(self.precision_plugin.precision),
+            "mixed_precision": asked.half,
+            "sync_batchnorm": self._layer_sync is not None,
+        }
 
-    def _taken_over(self, is_fitting: bool) -> ShardedModule | None:
+    def _taken_over(self) -> ShardedModule | None:
         """Returns the module as an earlier Trainer has sharded it; None if none has."""
-        layout = self._layout if is_fitting else replace(self._layout, sync_batchnorm=None)
-        sharded = find_sharding(self.module, layout, self.mesh_of_ranks)
+        settings = self._settings
+        if not self.is_fitting:
+            del settings["sync_batchnorm"]  # it has no effect
+        sharded = find_sharding(self.module, settings, self.mesh_of_ranks)
         half = half_precision_of(self.precision_plugin)
         if sharded is not None and half is not None:
             half.convert_module(self.module)  # which it is already; it learns of the module
@@ -221,7 +219,7 @@ class ShardedPlacement(LocalReplicas):
             tie_again(sharded.split.layers, sharded.split.ties)
         early.forget_present()
         sharded.early = early
-        keep_sharding(KeptSharding(sharded, self._layout, self.mesh_of_ranks))
+        KeptSharding(sharded, self._settings, self.mesh_of_ranks).keep()
         return sharded
 
     def _check_shardable(self) -> None:
