@@ -68,7 +68,6 @@ class HookCheck:
     """Refuses hooks that are added to sharded parameters, and would not run as on one device.
 
     Args:
-        module: The sharded module, outside of any step.
         reduces_each: Whether each backward of an update reduces gradients.
     """
 
@@ -81,11 +80,7 @@ class HookCheck:
         self._gathered: list[tuple[str, nn.Parameter]] | None = None
 
     def check(self, *, accumulating: bool) -> None:
-        """Checks the hooks between a step's forward and its backward.
-
-        Args:
-            accumulating: Whether more gradients come before the update.
-        """
+        """Checks the hooks between a step's forward and its backward."""
         if self._gathered is None:
             # The parameters that the root has gathered for a step; the same tensors in each step.
             own = {id(parameter) for _, parameter in self._own}

@@ -35,13 +35,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class FirstCall:
-    """Finds the arguments that the first step of a run calls a module with.
-
-    Attributes:
-        trainer: The trainer, before it runs; its strategy has set the processes up.
-        half: The half-precision policy of ``MixedPrecision``.
-        begun: Records the loaders that cannot be read anew.
-    """
+    """Finds the arguments that the first step of a run calls a module with."""
 
     trainer: pl.Trainer
     half: HalfPrecision | None
@@ -49,10 +43,6 @@ class FirstCall:
 
     def of(self, traced: nn.Module, path: str) -> Arguments:
         """Returns the arguments of the call, the same on all ranks. Collective.
-
-        Args:
-            traced: The module; each rank has the whole module.
-            path: Dotted name of the module in the LightningModule.
 
         Raises:
             ValueError: There is no batch, or the step does not reach the call.
@@ -117,11 +107,6 @@ def share_first_batch(
     trainer: pl.Trainer, begun: BegunLoaders, purpose: str
 ) -> tuple[Any, int] | None:
     """Reads the first batch on rank 0, and broadcasts it to all ranks. Collective.
-
-    Args:
-        trainer: The trainer, before it runs; its strategy has set the processes up.
-        begun: Records the loaders that cannot be read anew.
-        purpose: What the batch is for, for messages.
 
     Returns:
         The collated batch, and the number of loaders; None without a batch.

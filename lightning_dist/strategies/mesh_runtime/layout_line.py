@@ -24,12 +24,7 @@ _MOST_NAMES = 3
 
 
 def describe_layout(mesh: MeshShape, parts: Sequence[str]) -> str:
-    """Describes in one line how a model is sharded.
-
-    Args:
-        mesh: All ranks.
-        parts: The results of :func:`describe_tensor` and :func:`describe_shards`.
-    """
+    """Describes in one line how a model is sharded."""
     if mesh.world_size == 1:
         return _ALONE
     said = "; ".join(parts) or "the whole model on each rank"
@@ -43,13 +38,7 @@ def describe_tensor(num_layers: int, num_cut: int, num_parameters: int) -> str:
 
 
 def describe_shards(summary: WrapSummary, options: ShardingOptions, *, is_manual: bool) -> str:
-    """Describes the units of a rank.
-
-    Args:
-        summary: Summary of the units.
-        options: Options of the units that have none of their own.
-        is_manual: Whether the user has sharded the units, in ways that are not known here.
-    """
+    """Describes the units of a rank."""
     units = summary.rows[1:]
     classes = Counter(row.class_name for row in units)
     shown = shorten([f"{name} x{count}" for name, count in classes.items()], _MOST_NAMES)
@@ -87,14 +76,7 @@ def describe_replicas(
     exchange: GradientExchange,
     local: LocalConfig,
 ) -> str:
-    """Describes in one line how replicas train together.
-
-    Args:
-        mesh: All ranks.
-        num_parameters: Number of parameters of the model.
-        exchange: How gradients are averaged.
-        local: When weights are averaged.
-    """
+    """Describes in one line how replicas train together."""
     if mesh.world_size == 1:
         return _ALONE
     when = "behind the backward"
@@ -111,12 +93,7 @@ def describe_replicas(
 
 
 def describe_rounds(local: LocalConfig, before: str) -> str:
-    """Describes how replicas average their weights.
-
-    Args:
-        local: When weights are averaged.
-        before: How gradients are averaged in the warm-up.
-    """
+    """Describes how replicas average their weights."""
     steps, outer = local.sync_warmup_steps, local.outer
     warmup = f" behind {steps} updates with {before}" if steps else ""
     each = "update" if local.sync_every == 1 else f"{local.sync_every} updates"

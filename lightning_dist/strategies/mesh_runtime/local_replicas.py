@@ -32,12 +32,7 @@ _MOMENTUM = "outer_momentum"  # a checkpoint's key
 
 
 class LocalReplicas(DataParallelStrategy):
-    """Base class; see the module's docstring.
-
-    Args:
-        local: When replicas average their weights, and how.
-        arguments: Arguments of :class:`.DistributedStrategy`.
-    """
+    """Base class; see the module's docstring."""
 
     def __init__(self, local: LocalConfig, **arguments: Any) -> None:
         super().__init__(**arguments)

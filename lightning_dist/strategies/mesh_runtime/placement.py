@@ -61,7 +61,6 @@ class ShardedPlacement(LocalReplicas):
         tensor: How layers are sharded over the tensor-parallel ranks.
         meta_init: Whether ``configure_model`` builds without memory, to be filled part by part.
         local: When replicas that step by themselves average their weights, and how.
-        arguments: Arguments of :class:`.DistributedStrategy`.
     """
 
     def __init__(

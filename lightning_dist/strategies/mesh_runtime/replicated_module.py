@@ -40,12 +40,7 @@ class ReplicatedModule(ShardedModule):
         return not self.module.automatic_optimization
 
     def open_replica(self, options: ReplicaOptions, is_local: Callable[[], bool]) -> None:
-        """Begins a fit with other replicas.
-
-        Args:
-            options: How gradients are averaged.
-            is_local: Returns whether the next optimizer step is this replica's own.
-        """
+        """Begins a fit with other replicas."""
         self._replica = WrappedReplica(self.module, options)
         self._is_local = is_local
 

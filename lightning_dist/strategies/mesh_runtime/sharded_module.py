@@ -114,12 +114,7 @@ class ShardedModule:
         return summarise(self.module, self._tensor_parallel.styles, self.plan)
 
     def layout_line(self, mesh: MeshShape, *, is_manual: bool) -> str:
-        """Describes in one line how the model is sharded.
-
-        Args:
-            mesh: All ranks.
-            is_manual: Whether the user has chosen the units, and how they are treated.
-        """
+        """Describes in one line how the model is sharded."""
         parts = []
         if self._tensor_parallel is not None:
             sizes = {name: p.numel() for name, p in self.module.named_parameters()}
@@ -226,13 +221,7 @@ class ShardedModule:
     def backward(
         self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool
     ) -> Tensor:
-        """Stores the gradients of the newest step in the parameters.
-
-        Args:
-            loss: The loss that the step returned.
-            default: Differentiates the loss.
-            accumulating: Whether more gradients come before the update.
-        """
+        """Stores the gradients of the newest step in the parameters."""
         self.check_graph([loss])
         self.end_check()
         if self._manual is not None and self._unused is not None:

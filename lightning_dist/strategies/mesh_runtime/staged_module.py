@@ -38,11 +38,7 @@ class StagedModule(ShardedModule):
     """This rank's stages.
 
     Args:
-        composed: The user's module, made parallel.
-        units: Compares which units the ranks run in a step; None where no other rank exists.
-        config: The pipeline's arguments.
         statistics: Modules that compute statistics of the batch.
-        unused: As for :class:`.ShardedModule`.
     """
 
     def __init__(

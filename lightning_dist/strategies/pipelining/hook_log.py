@@ -47,9 +47,6 @@ class HookCall:
 
     Attributes:
         key: Name of the hook, name of the value, and number of earlier calls with these names.
-        value: The logged number.
-        dtype: Dtype of the logged tensor.
-        options: The other arguments of the call.
     """
 
     key: tuple[str, str, int]
@@ -81,7 +78,6 @@ class HookLog:
 
     Args:
         module: The user's module; its ``log`` is replaced until :meth:`close`.
-        stages: A gloo group of the stages of this replica.
         asynchronous: Whether stages are at different batches.
     """
 

@@ -145,11 +145,7 @@ class MovableLayers(StageUpdates):
         return self._exchange
 
     def interrupt_moves(self, error: BaseException) -> None:
-        """Wakes this rank where it waits for a layer.
-
-        Args:
-            error: The exception to raise in the waiting thread.
-        """
+        """Wakes this rank where it waits for a layer."""
         if self._exchange is not None:
             self._exchange.interrupt(error)
 
@@ -161,14 +157,7 @@ _TIMED_RUNS = 5
 def profile_layers(
     strategy: DistributedStrategy, session: Session, batch: Any, batch_idx: int
 ) -> RankProfile:
-    """Times some runs of a training batch. Collective: every rank of the pipeline must call it.
-
-    Args:
-        strategy: The strategy that trains.
-        session: The session that trains later, with nothing in flight.
-        batch: The batch of the next training step.
-        batch_idx: Number of the batch.
-    """
+    """Times some runs of a training batch. Collective: every rank of the pipeline must call it."""
     module, trains = strategy.module, session.pipeline
     context = strategy.precision_plugin.train_step_context
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)

@@ -24,13 +24,10 @@ class OutsideCalls:
     """Runs calls of the pipelined module that no step makes.
 
     Args:
-        pipeline: This rank's stages.
         group: A gloo group of the stages of this replica.
         source: Global rank of the last stage.
-        device: Device of the outputs.
         timeout_seconds: How long ranks wait for each other at most.
         change_step: Wraps the call, as it does each step.
-        finish: Called after it.
         is_reading: Returns whether a loader is making a batch, for which the other ranks wait.
     """
 

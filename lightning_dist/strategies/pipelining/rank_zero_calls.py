@@ -112,7 +112,6 @@ class _Noting:
     Args:
         real: What is there on this rank.
         path: Names and places from the module to it.
-        note: Takes the path and the arguments of a call.
     """
 
     def __init__(self, real: Any, path: _Path, note: Callable[[_Path, Any], None]) -> None:

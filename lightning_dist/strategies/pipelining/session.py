@@ -66,22 +66,14 @@ class Session:
     """The parts of a pipeline during a run. Collective: every rank must create it.
 
     Args:
-        strategy: The strategy, whose processes have met.
-        split: This rank's part of the model.
-        config: The arguments of the pipeline.
         complete_gradients: Called before each update with the rank's gradients in place.
         complete_early: Called instead of ``complete_gradients`` when gradients are final before
             the update is due (2BW).
         wrapped: How the stages run.
-        optimizer: The optimizer of this rank's parameters; None if nothing is trained.
         logged: Names of the values of :mod:`.staleness_log` to log.
 
     Attributes:
-        pipeline: This rank's stages.
-        channels: The channels to the other stages.
         step_state: Shares what steps leave in the module.
-        runner: Runs the user's steps.
-        updates: Applies the gradients.
         tied: Sums the gradients of parameters that several stages use.
         staleness_log: Logs the staleness of weights; None if that is not asked for.
     """

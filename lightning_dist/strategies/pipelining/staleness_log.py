@@ -27,8 +27,6 @@ class StalenessLog:
     """Exchanges the stages' reports and logs them on all stages.
 
     Args:
-        module: The user's module.
-        pipeline: This rank's stages.
         group: A gloo group of the stages, used for nothing else.
         names: The values to log; the pipeline must measure ``DISCREPANCY``.
     """

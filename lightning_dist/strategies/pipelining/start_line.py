@@ -17,14 +17,7 @@ _MOST_NAMES = 3
 
 
 class StartLine(pl.Callback):
-    """Prints the description of a pipeline on rank 0, when the first batch is there.
-
-    Args:
-        pipeline: This rank's stages.
-        mesh: All ranks.
-        source: Source of the layers; see ``PipelineSplit.source``.
-        statistics: Modules that compute statistics of the batch.
-    """
+    """Prints the description of a pipeline on rank 0, when the first batch is there."""
 
     def __init__(
         self, pipeline: Pipeline, mesh: MeshShape, source: str, statistics: Sequence[str]
@@ -51,14 +44,7 @@ class StartLine(pl.Callback):
 def describe_pipeline(
     pipeline: Pipeline, mesh: MeshShape, source: str, sizes: Sequence[int]
 ) -> str:
-    """Describes a pipeline in one line.
-
-    Args:
-        pipeline: A rank's stages.
-        mesh: All ranks.
-        source: Source of the layers; see ``PipelineSplit.source``.
-        sizes: Number of samples in each micro-batch.
-    """
+    """Describes a pipeline in one line."""
     shape = pipeline.shape
     versions = [1 + copies for copies in pipeline.stages.num_copies]
     parts = [
@@ -76,13 +62,7 @@ def describe_pipeline(
 
 
 def explain_statistics(names: Sequence[str], sizes: Sequence[int], num_ranks: int) -> str:
-    """Explains which samples the statistics of a batch are computed over.
-
-    Args:
-        names: Modules that compute statistics.
-        sizes: Number of samples in each micro-batch.
-        num_ranks: Number of ranks of the pipeline.
-    """
+    """Explains which samples the statistics of a batch are computed over."""
     compute = f"{shorten(names, _MOST_NAMES)}: statistics of the batch"
     instead = (
         "GroupNorm or LayerNorm in its place, or schedule='pipedream', which takes whole batches"

@@ -40,8 +40,6 @@ class LogCall:
     """One ``self.log`` call, without its value.
 
     Attributes:
-        name: Name of the logged value.
-        options: The other arguments of the call.
         dtype: Dtype of the logged tensor.
         metric: Name of the logged torchmetrics object in the module, None for plain values.
         batch_size: Weight of the batch by the call's own batch sizes, or None.
@@ -63,7 +61,6 @@ class BatchLog:
     Attributes:
         calls: The calls, static from step to step, so that the transport sends them once.
         values: One float64 number per call; nan for a metric without a value for the step.
-        num_samples: Number of samples in the batch.
     """
 
     calls: tuple[LogCall, ...]
@@ -243,11 +240,7 @@ class StepLog:
         self._recorded = {}
 
     def replay(self, log: BatchLog) -> None:
-        """Calls ``self.log`` for each call of one batch.
-
-        Args:
-            log: The result of :meth:`take` on the last stage.
-        """
+        """Calls ``self.log`` for each call of one batch."""
         is_here = log.values.device.type == "cpu"
         values = log.values.tolist() if is_here else log.values.unbind()
         for call, value in zip(log.calls, values, strict=True):

@@ -47,7 +47,6 @@ class Outcome:
     """The outcome of a batch on the last stage.
 
     Attributes:
-        log: The user's ``self.log`` calls.
         result: The step's return value, merged over the micro-batches.
         should_stop: Whether the step asked to end the training.
         rank_zero_calls: What the step called that only rank 0 does.
@@ -115,15 +114,9 @@ class StepRunner:
     """Runs ``training_step`` and its like, per micro-batch, on this rank's stages.
 
     Args:
-        module: The user's module.
-        pipeline: This rank's stages.
-        channels: The channels of this rank.
-        metrics: The module's torchmetrics objects.
-        step_state: Watches what steps change in the module.
         rank_zero_calls: Notes what steps call that only rank 0 does.
         evaluation_microbatches: Most micro-batches of a batch that runs forward only.
         change_step: Wraps each of the user's steps.
-        half: Has the loss scale, if steps run in half precision.
     """
 
     def __init__(
@@ -158,10 +151,6 @@ class StepRunner:
 
     def train(self, arguments: Sequence[Any], context: StepContext) -> Any:
         """Runs a training batch.
-
-        Args:
-            arguments: Arguments of ``training_step``.
-            context: Creates the context manager around each micro-batch's step.
 
         Returns:
             The loss (or the dict with it) of the newest batch that all ranks know of.
@@ -208,13 +197,7 @@ class StepRunner:
         return self._last_result
 
     def rehearse(self, pipeline: Pipeline, arguments: Sequence[Any], context: StepContext) -> None:
-        """Runs a training batch through another pipeline, and drops its ``self.log`` calls.
-
-        Args:
-            pipeline: The other pipeline of this rank's stages.
-            arguments: Arguments of ``training_step``.
-            context: Creates the context manager around each micro-batch's step.
-        """
+        """Runs a training batch through another pipeline, and drops its ``self.log`` calls."""
         batch, *rest = arguments
         batch = self._sample_lists.mark(batch, "training_step")
         seed = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -244,11 +227,6 @@ class StepRunner:
         self, method: Callable[..., Any], arguments: Sequence[Any], context: StepContext
     ) -> Any:
         """Runs a validation, test or prediction batch.
-
-        Args:
-            method: The module's step.
-            arguments: Arguments of the step.
-            context: Creates the context manager around each micro-batch's step.
 
         Returns:
             The step's return value for the undivided batch, on each rank.

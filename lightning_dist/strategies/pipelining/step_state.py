@@ -66,10 +66,8 @@ class StepState:
     """Attributes and buffers of the module that steps change on the last stage.
 
     Args:
-        module: The user's module.
         outside: Tensors outside of the pipelined layers.
         pipelined: The modules that are cut into stages, whose attributes are each stage's own.
-        stages: A gloo group of the stages of this replica.
         source: Global rank of the last stage.
         is_source: Whether this rank is the last stage.
     """
@@ -281,11 +279,7 @@ def note_pairing(error: BaseException) -> None:
 
 
 class StepCounters:
-    """Warns of what has grown by one in each of the first micro-batches.
-
-    Args:
-        module: The user's module.
-    """
+    """Warns of what has grown by one in each of the first micro-batches."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module

@@ -48,16 +48,12 @@ class Updates:
     """The optimizer's side of a pipeline.
 
     Args:
-        module: The user's module.
-        pipeline: This rank's stages.
         precision_plugin: Runs the hooks, the clipping and the step.
-        tied: Sums the gradients of parameters that several stages use.
         begin_sums: Called before gradients are added to those that an earlier update has left.
         complete_gradients: Called before each update with the rank's gradients in place, unless
             they were complete before.
         on_update: Called at each update, when its staleness is known.
         norms: Returns the context manager in which users' hooks take norms of gradients.
-        rate_correction: Correction of learning rates for stale weights.
     """
 
     def __init__(
@@ -112,10 +108,6 @@ class Updates:
     def backward(self, loss: Tensor, *, accumulating: bool) -> Tensor:
         """Installs the held gradients, between Lightning's hooks around the backward.
 
-        Args:
-            loss: The loss that Lightning passes.
-            accumulating: Whether more gradients come before the next step.
-
         Returns:
             The loss.
 
@@ -156,11 +148,6 @@ class Updates:
         self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
         """Runs a batch, and applies the update that it brings.
-
-        Args:
-            optimizer: The optimizer that steps.
-            closure: Runs the batch.
-            apply: Runs the batch and the optimizer's step.
 
         Returns:
             The return value of ``closure`` or of ``apply``, whichever was called.

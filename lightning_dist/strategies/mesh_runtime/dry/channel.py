@@ -98,12 +98,6 @@ def dry_links(
 ) -> tuple[Links, Mapping[int, Sent]]:
     """Creates the channels of a rank that is alone.
 
-    Args:
-        rank_of_stage: The rank of each stage.
-        rank: This rank in the pipeline.
-        known: The messages of other ranks' stages to this rank's.
-        note: Called with the bytes of each message to another rank.
-
     Returns:
         The links for the runtime, and the messages of this rank's stages to other ranks' stages.
     """

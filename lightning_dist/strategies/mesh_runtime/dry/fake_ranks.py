@@ -59,9 +59,6 @@ def without_values(watch: Watch) -> Iterator[None]:
 
     Code that reads a value gets 1, 1.0 or True. So a step may take another branch than in training.
 
-    Args:
-        watch: Called with the operations on plain tensors.
-
     Raises:
         ValueError: A shape depends on values.
     """

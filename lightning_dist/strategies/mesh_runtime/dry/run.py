@@ -61,7 +61,6 @@ class DryRun:
     """The mesh, the parallelism and the batch to try.
 
     Attributes:
-        mesh: The sizes of the mesh.
         asked: How the module is made parallel.
         precision: Converts the module, and creates the context manager that a step runs in.
         batch: A loader's batch for one rank, of which only shapes and dtypes are used.
@@ -162,15 +161,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class DryStep:
-    """One training step of a rank, without the Trainer's work around it: hooks, logging, update.
-
-    Attributes:
-        run: The dry run.
-        composed: The user's module, made parallel.
-        rank: The rank that runs the step.
-        ranks: The mesh of all ranks.
-        ledger: Records the bytes that this rank sends to other stages.
-    """
+    """One training step of a rank, without the Trainer's work around it: hooks, logging, update."""
 
     run: DryRun
     composed: ParallelModule
@@ -180,10 +171,6 @@ class DryStep:
 
     def train(self, batch: Any, known: Mapping[int, Sent]) -> Mapping[int, Sent]:
         """Runs forward and backward on a loader's batch.
-
-        Args:
-            batch: A loader's batch.
-            known: The messages that other ranks' stages send to the next stages, by stage.
 
         Returns:
             The messages that this rank's stages send to the next stages, by stage.

@@ -68,11 +68,6 @@ def measure_alone(mesh: DeviceMesh, device: torch.device, parameters_per_unit: i
     """Measures units that a rank shares with no other, as of replicas.
 
     Collective: every rank of the world must call it.
-
-    Args:
-        mesh: A mesh of this rank.
-        device: Device of the parameters.
-        parameters_per_unit: Number of tensors of a unit.
     """
     times = _unit_seconds(mesh, device, parameters_per_unit)
     return LinksByKind(
@@ -85,10 +80,6 @@ def measure_tensor_layers(mesh: DeviceMesh, device: torch.device) -> float:
     """Returns a tensor-parallel layer's seconds in a forward and backward, beside the computation.
 
     Collective: every rank of the world must call it.
-
-    Args:
-        mesh: The tensor-parallel ranks of this rank.
-        device: Device of the layers.
     """
     sample = torch.zeros(_WIDTH, _WIDTH, device=device)
 
@@ -110,11 +101,6 @@ def measure_updates(mesh: DeviceMesh, device: torch.device, states_per_parameter
     """Returns what a DTensor's update takes of its host, beside computing.
 
     Collective: every rank of the world must call it.
-
-    Args:
-        mesh: Replicas and shards, as data-parallel ranks have them.
-        device: Device of the parameters.
-        states_per_parameter: Tensors of a parameter's size that the optimizer keeps.
     """
     seconds = []
     for is_sharded in (True, False):
@@ -135,11 +121,6 @@ def measure_stages(shape: MeshShape, rank: int, timeout_seconds: float) -> float
     """Returns what a micro-batch takes of a stage's host, beside computing and sending.
 
     It runs on CPUs. Collective: every rank of the world must call it.
-
-    Args:
-        shape: Mesh of all ranks, as stages and replicas.
-        rank: This rank.
-        timeout_seconds: Seconds that a rank waits for another.
     """
     device, group = torch.device("cpu"), shape.peers(rank, "pp")
     channels = connect(shape.groups("pp"), device, timeout_seconds)

@@ -61,11 +61,8 @@ class Rehearsal:
         module: The whole module, which is not changed.
         batch: A loader's batch for one data replica.
         precision: Creates the context manager that a step runs in.
-        device: This rank's device.
         backend: Backend of groups for tensors of the device.
-        rank: This rank.
         states_per_parameter: As for :func:`.optimizer_of`.
-        timeout_seconds: Seconds that a rank waits for another.
     """
 
     module: pl.LightningModule
@@ -79,11 +76,6 @@ class Rehearsal:
 
     def seconds(self, mesh: MeshShape, ranks: DeviceMesh, how: Parallelism) -> float:
         """Returns a step's time, alike on all ranks. Collective: every rank must call it.
-
-        Args:
-            mesh: Sizes of the mesh.
-            ranks: The mesh of all ranks.
-            how: How the module is made parallel. Whole replicas need not say how they average.
 
         Raises:
             ValueError: The module cannot be made parallel so, or its step fails on some stage.

@@ -33,8 +33,6 @@ class TimedUpdate:
 
     Args:
         module: The module, whose gradients the copies take.
-        device: Its device.
-        states_per_parameter: As for :func:`optimizer_of`.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, states_per_parameter: int) -> None:
@@ -118,16 +116,7 @@ def measure_moments(
     device: torch.device,
     states_per_parameter: int,
 ) -> Moments:
-    """Measures backwards and an update.
-
-    Args:
-        module: The module, without gradients; as before afterwards.
-        parts: Parts of its layers.
-        run: Runs a forward and a backward of a micro-batch's content, and adds gradients.
-        batches: The micro-batches.
-        device: The device of both.
-        states_per_parameter: As for :func:`.optimizer_of`.
-    """
+    """Measures backwards and an update."""
     trained = [p for p in module.parameters() if p.requires_grad]
     run(batches[0].content)  # makes the gradients
     with PeakMeter(device) as meter:
