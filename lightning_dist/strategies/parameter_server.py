@@ -88,12 +88,7 @@ class ParameterServerStrategy(DataParallelStrategy):
     ) -> None:
         super().__init__(**arguments)
         self._options = ServerOptions(
-            mode,
-            max_staleness,
-            num_servers,
-            compensation,
-            compensation_strength,
-            record_arrivals,
+            mode, max_staleness, num_servers, compensation, compensation_strength, record_arrivals
         )
         self._decisions = Decisions()
         self._session: ServerSession | None = None  # while a fit is set up

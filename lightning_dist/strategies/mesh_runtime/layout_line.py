@@ -71,10 +71,7 @@ def _describe_resharding(summary: WrapSummary, default: bool | int | None) -> li
 
 
 def describe_replicas(
-    mesh: MeshShape,
-    num_parameters: int,
-    exchange: GradientExchange,
-    local: LocalConfig,
+    mesh: MeshShape, num_parameters: int, exchange: GradientExchange, local: LocalConfig
 ) -> str:
     """Describes in one line how replicas train together."""
     if mesh.world_size == 1:

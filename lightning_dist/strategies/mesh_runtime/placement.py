@@ -29,10 +29,7 @@ from lightning_dist.engine.sharding.early_optimizers import EarlyParameters
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
-from lightning_dist.engine.splitting.config import (
-    PipelineConfig,
-    with_whole_batches,
-)
+from lightning_dist.engine.splitting.config import PipelineConfig, with_whole_batches
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.engine.tensor_parallel.config import TensorConfig

@@ -20,17 +20,11 @@ from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.data_parallel.missing_gradients import check_gradients
 from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
-from lightning_dist.engine.parallelize.mixed_tensors import (
-    note_shard_errors,
-    split_groups_by_mesh,
-)
+from lightning_dist.engine.parallelize.mixed_tensors import note_shard_errors, split_groups_by_mesh
 from lightning_dist.engine.parallelize.separate_updates import check_separate_updates
 from lightning_dist.engine.sharding.fully_shard import is_indivisible
 from lightning_dist.strategies.base import lightning_internals
-from lightning_dist.strategies.base.callback_order import (
-    add_first_callback,
-    is_overridden_by_user,
-)
+from lightning_dist.strategies.base.callback_order import add_first_callback, is_overridden_by_user
 from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.model_checks import (

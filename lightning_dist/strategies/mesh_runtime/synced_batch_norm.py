@@ -66,10 +66,7 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def _forward(
-    layer: _BatchNorm,
-    forward: Callable[[Tensor], Tensor],
-    group: dist.ProcessGroup,
-    x: Tensor,
+    layer: _BatchNorm, forward: Callable[[Tensor], Tensor], group: dist.ProcessGroup, x: Tensor
 ) -> Tensor:
     """Normalizes over all ranks' rows in training; unchanged in evaluation."""
     if not layer.training:

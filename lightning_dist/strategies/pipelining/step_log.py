@@ -247,9 +247,10 @@ class StepLog:
             tensor = _tensor_of(value, call.dtype, self._module.device)
             logged: Tensor | Metric = tensor
             if call.metric is not None:
-                logged = self._module.get_submodule(call.metric)
-                assert isinstance(logged, Metric)
-                set_step_value(logged, tensor if call.has_value else None)
+                metric = self._module.get_submodule(call.metric)
+                assert isinstance(metric, Metric)
+                set_step_value(metric, tensor if call.has_value else None)
+                logged = metric
             size = log.num_samples if call.batch_size is None else call.batch_size
             options = {"batch_size": size, **call.options}
             if not options.get("rank_zero_only"):

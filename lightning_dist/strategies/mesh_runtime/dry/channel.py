@@ -91,10 +91,7 @@ class DryReceiver(Receiver):
 
 
 def dry_links(
-    rank_of_stage: Sequence[int],
-    rank: int,
-    known: Mapping[int, Sent],
-    note: Callable[[int], None],
+    rank_of_stage: Sequence[int], rank: int, known: Mapping[int, Sent], note: Callable[[int], None]
 ) -> tuple[Links, Mapping[int, Sent]]:
     """Creates the channels of a rank that is alone.
 

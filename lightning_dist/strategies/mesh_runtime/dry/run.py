@@ -226,10 +226,7 @@ class DryStep:
         shape = config.shape(self.run.mesh, self.rank, split.layers_per_stage)
         links, sent = dry_links(split.rank_of_stage, shape.rank, known, note)
         pipeline = Pipeline(
-            split.layers,
-            shape,
-            links,
-            StageOptions(layers=staged.root, gradients=staged.gradients),
+            split.layers, shape, links, StageOptions(layers=staged.root, gradients=staged.gradients)
         )
         step = staged.wrap_step(self._training_step)
 

@@ -26,11 +26,7 @@ from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch, split
 from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
 from lightning_dist.engine.planning.layer_costs import StepCosts, activations_of
 from lightning_dist.engine.planning.search.machine import Machine
-from lightning_dist.engine.planning.search.model_costs import (
-    MeasuredBatch,
-    ModelCosts,
-    TensorCosts,
-)
+from lightning_dist.engine.planning.search.model_costs import MeasuredBatch, ModelCosts, TensorCosts
 from lightning_dist.engine.profiling.meters.flops import FlopCounter
 from lightning_dist.engine.profiling.meters.memory import ActivationMeter
 from lightning_dist.engine.profiling.meters.recorder import Recorder
