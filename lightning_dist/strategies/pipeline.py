@@ -12,7 +12,7 @@ to apply; any other applies the update of an earlier batch, with that batch's le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, Unpack
 
@@ -266,12 +266,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         if session is not None:
             session.close(failed=not self.is_running)
 
-    @override
-    def interrupt(self, error: BaseException) -> None:
-        if self._session is not None:
-            self._session.channels.interrupt(error)
-            self.interrupt_moves(error)
-
     # --- steps -------------------------------------------------------------------------------
 
     @override
@@ -295,10 +289,3 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self._measurements = gather_measurements(
             self.session.pipeline, self.group(*self.mesh.sizes), self.mesh
         )
-
-    # --- checkpoints -------------------------------------------------------------------------
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.forget_batches_in_flight()
-        super().load_model_state_dict(checkpoint, strict)

@@ -149,7 +149,7 @@ def check_whole(module: nn.Module) -> None:
     """Checks that no earlier Trainer has left a module in shards."""
     if any(map(is_dtensor, module.parameters())):
         raise ValueError(
-            "The module is sharded already, by an earlier Trainer, and this one's strategy computes"
+            "The module is sharded already, by an earlier Trainer's strategy, and this one computes"
             " with whole parameters. Give both the same, or load a checkpoint into a new module."
         )
 

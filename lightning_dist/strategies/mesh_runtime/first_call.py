@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -30,7 +30,12 @@ from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders, read_first_batch
 from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
 
-_Value = TypeVar("_Value")
+_STEPS: dict[TrainerFn | None, tuple[str, str]] = {
+    TrainerFn.FITTING: ("training_step", "train_step_context"),
+    TrainerFn.VALIDATING: ("validation_step", "val_step_context"),
+    TrainerFn.TESTING: ("test_step", "test_step_context"),
+    TrainerFn.PREDICTING: ("predict_step", "predict_step_context"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,14 @@ class FirstCall:
     def _run_step(
         self, module: pl.LightningModule, traced: nn.Module, path: str, batch: Any, loaders: int
     ) -> Arguments:
-        name, context = self._step()
+        name, context = _STEPS[self.trainer.state.fn]
         step = getattr(module, name)
+        in_step = getattr(self.trainer.precision_plugin, context)()
         half = nullcontext() if self.half is None else as_in_step(module, self.half)
         grad = torch.enable_grad() if name == "training_step" else torch.no_grad()
         try:
             batch = lightning_loaders.to_step(self.trainer, batch, module.device)
-            with watch_call(traced) as seen, not_logging(module), half, context(), grad:
+            with watch_call(traced) as seen, not_logging(module), half, in_step, grad:
                 step(*arguments_of(step, batch, loaders))
         except Exception as error:
             raise ValueError(
@@ -86,20 +92,8 @@ class FirstCall:
             )
         return seen[0]
 
-    def _step(self) -> tuple[str, Callable[[], Any]]:
-        precision = self.trainer.precision_plugin
-        match self.trainer.state.fn:
-            case TrainerFn.FITTING:
-                return "training_step", precision.train_step_context
-            case TrainerFn.VALIDATING:
-                return "validation_step", precision.val_step_context
-            case TrainerFn.TESTING:
-                return "test_step", precision.test_step_context
-            case _:
-                return "predict_step", precision.predict_step_context
 
-
-def _share(trainer: pl.Trainer, value: _Value) -> _Value:
+def _share(trainer: pl.Trainer, value: Any) -> Any:
     return value if trainer.world_size == 1 else trainer.strategy.broadcast(value)
 
 
@@ -135,18 +129,14 @@ def share_first_batch(
 def not_logging(module: pl.LightningModule) -> Iterator[None]:
     """Returns a context manager in which a module logs and prints nothing."""
     with ExitStack() as undo:
-        if _has_trainer(module):
+        trainer = None
+        with suppress(RuntimeError):  # what Lightning raises if there is none
+            trainer = module.trainer
+        if trainer is not None:
             undo.enter_context(RankZeroCalls(module, is_source=False).in_step())
         for name in ("log", "log_dict"):
             undo.callback(replace_method(module, name, lambda *_, **__: None))
         yield
-
-
-def _has_trainer(module: pl.LightningModule) -> bool:
-    try:
-        return module.trainer is not None
-    except RuntimeError:  # what Lightning raises if there is none
-        return False
 
 
 def arguments_of(step: Callable[..., Any], batch: Any, num_loaders: int) -> list[Any]:

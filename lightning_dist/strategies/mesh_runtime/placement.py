@@ -199,7 +199,9 @@ class ShardedPlacement(LocalReplicas):
         if self.replicates(self.mesh):
             data_parallel_checks.check_whole(self.module)
         else:
-            self._check_shardable()
+            checks.check_shardable(self.module, self._policy.is_manual)
+            if self.has_units:
+                checks.check_hooks(self.module)
         if self.mesh.pp > 1 or self.mesh.tp > 1:
             checks.check_automatic(self.module)
         early = EarlyParameters(self.module)
@@ -210,7 +212,8 @@ class ShardedPlacement(LocalReplicas):
         present = [t for t in state if not t.is_meta and not is_dtensor(t)]
         broadcast_state(present, self.device_group(*self.mesh.sizes))
         sharded = self._composed()
-        self._deferred.fill(self.module, self.root_device, offloaded=self._is_offloaded)
+        is_offloaded = self._shard_config.offload == "cpu"
+        self._deferred.fill(self.module, self.root_device, offloaded=is_offloaded)
         if sharded.split is not None:  # sharding has replaced the parameters
             tie_again(sharded.split.layers, sharded.split.ties)
         early.forget_present()
@@ -218,24 +221,15 @@ class ShardedPlacement(LocalReplicas):
         KeptSharding(sharded, self._settings, self.mesh_of_ranks).keep()
         return sharded
 
-    def _check_shardable(self) -> None:
-        checks.check_shardable(self.module, self._policy.is_manual)
-        if self.has_units:
-            checks.check_hooks(self.module)
-
     @property
     def has_units(self) -> bool:
         """Whether FSDP2 wraps the module; replicas of tensor-parallel layers are one shard each."""
         is_whole = self.replicates(self.mesh)
         return not is_whole and axis(self.mesh_of_ranks, *self.gradient_axes) is not None
 
-    @property
-    def _is_offloaded(self) -> bool:
-        return self._shard_config.offload == "cpu"
-
     @override
     def model_to_device(self) -> None:
-        self.sharded.move(self.root_device, offloaded=self._is_offloaded)
+        self.sharded.move(self.root_device, offloaded=self._shard_config.offload == "cpu")
 
     def parallelism(self, shape: MeshShape) -> Parallelism:
         """Returns the parallelism that the arguments and the precision ask for."""

@@ -108,24 +108,18 @@ def _update_running_statistics(layer: _BatchNorm, mean: Tensor, variance: Tensor
 
 
 def _sum(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums over ranks."""
     total: Tensor = _Sum.apply(summand, group)  # type: ignore[no-untyped-call]
     return total
 
 
 class _Sum(torch.autograd.Function):
-    """Sums a tensor over ranks."""
-
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(summand, group)
+        ctx.group, total = group, summand.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
-
-
-def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = tensor.clone()
-    dist.all_reduce(total, group=group)
-    return total
+        return _sum(gradient, ctx.group), None

@@ -59,11 +59,7 @@ class MovableLayers(StageUpdates):
         return self._known_split
 
     def check_layers_can_move(self) -> None:
-        """Checks before a run that each layer can move to any rank.
-
-        Raises:
-            ValueError: Layers share parameters.
-        """
+        """Raises ``ValueError`` before a run if layers share parameters."""
         refuse_shared_parameters(self._split.layers)
 
     def _find_half(self) -> None:
@@ -144,9 +140,11 @@ class MovableLayers(StageUpdates):
             )
         return self._exchange
 
-    def interrupt_moves(self, error: BaseException) -> None:
-        """Wakes this rank where it waits for a layer."""
-        if self._exchange is not None:
+    @override
+    def interrupt(self, error: BaseException) -> None:
+        if self._session is not None:
+            self._session.channels.interrupt(error)
+        if self._session is not None and self._exchange is not None:
             self._exchange.interrupt(error)
 
 

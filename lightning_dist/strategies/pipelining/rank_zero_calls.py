@@ -11,8 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
@@ -21,19 +20,9 @@ from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.tree import map_tensors
 
 _Path = tuple[str | int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RankZeroCall:
-    """A call in a step.
-
-    Attributes:
-        path: Names of attributes, and places in lists, from the module to what is called.
-        arguments: The pickled arguments, by position and by name.
-    """
-
-    path: _Path
-    arguments: bytes
+"""Names of attributes, and places in lists, from the module to what is called."""
+RankZeroCall: TypeAlias = tuple[_Path, bytes]
+"""What a step calls, and the pickled arguments."""
 
 
 class RankZeroCalls:
@@ -84,11 +73,11 @@ class RankZeroCalls:
 
     def make(self, calls: Sequence[RankZeroCall]) -> None:
         """Makes the last stage's calls, on rank 0."""
-        for call in calls if self._module.trainer.is_global_zero else ():
+        for path, packed in calls if self._module.trainer.is_global_zero else ():
             target: Any = self._module
-            for step in call.path:
+            for step in path:
                 target = target[step] if isinstance(step, int) else getattr(target, step)
-            args, kwargs = pickle.loads(call.arguments)
+            args, kwargs = pickle.loads(packed)
             target(*args, **kwargs)
 
     def _note(self, path: _Path, arguments: Any) -> None:
@@ -103,7 +92,7 @@ class RankZeroCalls:
                 f" last stage. They cannot be pickled: {error}. Use tensors, numbers, texts or"
                 " figures."
             ) from error
-        self._calls.append(RankZeroCall(path, packed))
+        self._calls.append((path, packed))
 
 
 class _Noting:

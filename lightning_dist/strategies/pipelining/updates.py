@@ -10,7 +10,7 @@ their update is due, all of that is sent meanwhile. The schedule's update rule s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -359,12 +359,11 @@ class StageUpdates(RunSetup):
     def end_epoch(self) -> None:
         self.session.runner.catch_up()
 
-    def forget_batches_in_flight(self) -> None:
-        """Drains the batches before a load, and drops their outcomes."""
-        session = self._session
-        if session is None or not session.pipeline.batches_since_drain:
-            return
-        if self._config.asynchronous:
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        session, is_asynchronous = self._session, self._config.asynchronous
+        if session is not None and is_asynchronous and session.pipeline.batches_since_drain:
             with lightning_internals.as_of_training_step(self.module):
                 self.drain()
-            session.runner.forget()
+            session.runner.forget()  # outcomes of the batches that were in flight
+        super().load_model_state_dict(checkpoint, strict)

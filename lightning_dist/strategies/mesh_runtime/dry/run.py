@@ -22,7 +22,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -46,10 +45,10 @@ from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.module_tree import map_other_tensors
 from lightning_dist.engine.tensors.rng import python_state_kept
 from lightning_dist.engine.tensors.tree import map_tensors
-from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime.checks import check_automatic, check_shardable
 from lightning_dist.strategies.mesh_runtime.dry.channel import Sent, dry_links
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank, without_values
+from lightning_dist.strategies.mesh_runtime.first_call import arguments_of
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 
@@ -82,7 +81,7 @@ class DryRun:
             ValueError: The module cannot be made parallel so, or its step needs values.
         """
         with torch.random.fork_rng(devices=[]), python_state_kept():
-            whole = self._configured(module)
+            whole = self._configured(skeleton_of(module))
             in_order = self._homes == tuple(range(self.mesh.pp))
             known = {} if in_order else self._learned(whole)
             kinds = self._try_each(whole, known)
@@ -116,8 +115,7 @@ class DryRun:
         """Tries the ranks of a pipeline, and adds the messages that they send to ``known``."""
         return [self._try(place, skeleton_of(whole), known) for place in range(self.mesh.pp)]
 
-    def _configured(self, module: pl.LightningModule) -> pl.LightningModule:
-        own = skeleton_of(module)
+    def _configured(self, own: pl.LightningModule) -> pl.LightningModule:
         own.log = lambda *_, **__: None  # type: ignore[method-assign]  # it wants a Trainer
         with deferred_init(only_shapes=True):
             own.configure_model()
@@ -175,28 +173,19 @@ class DryStep:
         Returns:
             The messages that this rank's stages send to the next stages, by stage.
         """
-        takes_index = is_param_in_hook_signature(self._training_step, "batch_idx", min_args=2)
-        rest = (0,) if takes_index else ()
         try:
             if self.composed.split is None:
-                self._run_whole(batch, rest)
+                self._run_whole(batch)
                 return {}
-            return self._run_stages(batch, rest, known)
+            return self._run_stages(batch, known)
         except Exception as error:
             error.add_note("In a dry run a step has no Trainer, and its tensors have no values.")
             raise
 
-    @property
-    def _context(self) -> StepContext:
-        return self.run.precision.train_step_context
-
-    @property
-    def _training_step(self) -> Any:
-        return self.composed.module.training_step
-
-    def _run_whole(self, batch: Any, rest: tuple[int, ...]) -> None:
+    def _run_whole(self, batch: Any) -> None:
         sharded = ShardedModule(self.composed, None)
-        loss = _loss_of(sharded.train(self._training_step, self._context, batch, *rest))
+        step, context = sharded.module.training_step, self.run.precision.train_step_context
+        loss = _loss_of(sharded.train(step, context, *arguments_of(step, batch, 1)))
 
         def differentiate() -> Tensor:
             loss.backward()
@@ -214,11 +203,8 @@ class DryStep:
         averaged = axis(self.ranks, *self.run.averaged_axes)
         return None if averaged is None else DeviceGroup(averaged.get_group(), _CPU)
 
-    def _run_stages(
-        self, batch: Any, rest: tuple[int, ...], known: Mapping[int, Sent]
-    ) -> Mapping[int, Sent]:
-        split = self.composed.split
-        config = self.run.asked.pipeline
+    def _run_stages(self, batch: Any, known: Mapping[int, Sent]) -> Mapping[int, Sent]:
+        split, config = self.composed.split, self.run.asked.pipeline
         assert split is not None
         assert config is not None
         staged = StagedModule(self.composed, None, config)
@@ -228,11 +214,12 @@ class DryStep:
         pipeline = Pipeline(
             split.layers, shape, links, StageOptions(layers=staged.root, gradients=staged.gradients)
         )
-        step = staged.wrap_step(self._training_step)
+        own_step = staged.module.training_step
+        step = staged.wrap_step(own_step)
 
         def train(microbatch: Microbatch) -> Any:
-            with self._context():
-                return _loss_of(step(microbatch.content, *rest))
+            with self.run.precision.train_step_context():
+                return _loss_of(step(*arguments_of(own_step, microbatch.content, 1)))
 
         pipeline.train_batch(batch, train)
         pipeline.install_gradients()
