@@ -24,7 +24,6 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig, Wire
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
-from lightning_dist.engine.data_parallel.wrapped_replica import WrappedReplica
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.strategies.base.distributed import RunArguments
@@ -113,7 +112,6 @@ class DDPStrategy(LocalReplicas):
             checks.check_uneven(self._exchange, local)
         self._uneven_inputs = uneven_inputs
         self._uneven: UnevenInputs | None = None
-        self._replica: WrappedReplica | None = None
 
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:
@@ -207,9 +205,7 @@ class DDPStrategy(LocalReplicas):
         super().close_session()
         if self._uneven is not None:
             self._uneven.close(failed=not self.is_running)
-        if self._replica is not None:
-            self._replica.close(failed=not self.is_running)
-        self._uneven = self._replica = None
+        self._uneven = None
 
     # --- collectives in steps ----------------------------------------------------------------
 
@@ -221,40 +217,26 @@ class DDPStrategy(LocalReplicas):
 
     # --- steps -------------------------------------------------------------------------------
 
-    @property
-    def replica(self) -> WrappedReplica:
-        """The wrapped replica, which exists while a fit is set up."""
-        assert self._replica is not None
-        return self._replica
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        # Behind the hooks that freeze and unfreeze, ahead of all contexts of the step.
-        self.replica.begin_batch(is_local=self.is_local)
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.seed_data_rank(reading=False)
         with self.precision_plugin.train_step_context():
             step = self.module.training_step
-            if self._uneven is not None:
-                return self._uneven.run(self.replica.ddp, step, *args, **kwargs)
             if self._replica is None:  # behind a run
                 return step(*args, **kwargs)
+            if self._uneven is not None:
+                return self._uneven.run(self._replica.ddp, step, *args, **kwargs)
             return self._replica.run(step, *args, is_local=self.is_local, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._uneven is not None:
             self._uneven.begin_backward(closure_loss)
-        if self._replica is not None:
-            self._replica.begin_backward(closure_loss, is_local=self.is_local)
+        super().pre_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        if self._replica is not None:
-            self._replica.end_backward(is_local=self.is_local)
+        self.end_backward()
         if self._uneven is not None:
             self._uneven.end_backward()
 
@@ -262,16 +244,11 @@ class DDPStrategy(LocalReplicas):
     def update(
         self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
-        if self._local is None:  # behind a run nothing is left to average with
-            return apply()
-        if not self.is_local:
-            self.replica.wrap()
-            return apply()
-        with self.local_step(), self.replica.keeping_gradients():
+        with self.updating():
             return apply()
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self.replica.keeping_gradients():
+        with self.keeping_gradients():
             yield

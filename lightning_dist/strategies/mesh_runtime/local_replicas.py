@@ -1,13 +1,14 @@
 """Base of the strategies whose replicas can step by themselves, and average their weights.
 
 Inside of a replica may be shards, stages and tensor-parallel ranks: each rank averages what it
-holds with the same ranks of the other replicas.
+holds with the same ranks of the other replicas. A replica that is whole on its rank may be a
+:class:`.WrappedReplica`, which averages its gradients in steps that are not its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
 from lightning_dist.engine.data_parallel.outer_optimizer import OuterSteps
-from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions
+from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.strategies.base.model_checks import check_learning_rates, check_own_averages
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
@@ -38,6 +39,7 @@ class LocalReplicas(DataParallelStrategy):
         super().__init__(**arguments)
         self._local_config = local
         self._local: LocalSGD | None = None
+        self._replica: WrappedReplica | None = None
         self._outer_steps: OuterSteps | None = None
         self._loaded_momentum: dict[str, Tensor] = {}
 
@@ -75,6 +77,48 @@ class LocalReplicas(DataParallelStrategy):
         super().close_session()
         # A script may save a checkpoint behind the run: the outer momentum stays for it.
         self._local = None
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.close(failed=not self.is_running)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._replica is not None:
+            # Behind the hooks that freeze and unfreeze, ahead of all contexts of the step.
+            self._replica.begin_batch(is_local=self.is_local)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._replica is not None:
+            self._replica.begin_backward(closure_loss, is_local=self.is_local)
+
+    def end_backward(self) -> None:
+        """Completes the gradients of a wrapped replica, if this backward was to average them."""
+        if self._replica is not None:
+            self._replica.end_backward(is_local=self.is_local)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Wraps a step and the update that it brings."""
+        if not self.is_local:
+            if self._replica is not None:
+                self._replica.wrap()
+            yield
+            return
+        assert self._local is not None
+        self._local.begin_step()
+        with self.keeping_gradients():
+            yield
+        self._local.count_step()  # and averages the weights that are due
+
+    @contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Returns a context manager in which a backward of a wrapped replica averages nothing."""
+        with nullcontext() if self._replica is None else self._replica.keeping_gradients():
+            yield
 
     @property
     @override
@@ -96,14 +140,6 @@ class LocalReplicas(DataParallelStrategy):
     def is_local(self) -> bool:
         """Whether the next optimizer step is this replica's own."""
         return self._local is not None and self._local.is_local(self.module.trainer.global_step)
-
-    @contextmanager
-    def local_step(self) -> Iterator[None]:
-        """Wraps an optimizer step of this replica's own, and averages the weights that are due."""
-        assert self._local is not None
-        self._local.begin_step()
-        yield
-        self._local.count_step()
 
     def average_weights(self) -> None:
         """Ends all rounds. Collective: every rank must call it."""

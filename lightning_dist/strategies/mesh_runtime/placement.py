@@ -43,7 +43,6 @@ from lightning_dist.strategies.mesh_runtime import checks, data_parallel_checks
 from lightning_dist.strategies.mesh_runtime.kept_sharding import KeptSharding, find_sharding
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_rounds
 from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
-from lightning_dist.strategies.mesh_runtime.replicated_module import ReplicatedModule
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 from lightning_dist.strategies.pipelining.checks import find_statistics_of_all
@@ -85,8 +84,23 @@ class ShardedPlacement(LocalReplicas):
             checks.check_gathers(self.device_backend, self.root_device.type, self.mesh.tp)
 
     def replicates(self, shape: MeshShape) -> bool:
-        """Whether ranks of a mesh hold their layers whole, and FSDP has nothing to shard."""
+        """Whether ranks of a mesh hold their layers whole, and FSDP has nothing to shard.
+
+        FSDP2 would run there too, with one shard per replica. But its copies, and optimizers on
+        DTensors, take time and memory that whole parameters do not: on two CPU ranks a quarter of
+        a GPT's step.
+        """
         return False
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether this rank has the whole module as it is."""
+        return self.replicates(self.mesh) and self.mesh.pp == 1
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether steps may call backward and update by themselves."""
+        return not self.module.automatic_optimization if self.is_replica else self.sharded.is_manual
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -165,7 +179,7 @@ class ShardedPlacement(LocalReplicas):
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._taken_over() or self._shard()
         if self.is_fitting:
-            checks.check_optimization(self.module, self.sharded.is_manual)
+            checks.check_optimization(self.module, self.is_manual)
         self.model_to_device()  # an earlier run has left it on the host
 
     @property
@@ -246,8 +260,8 @@ class ShardedPlacement(LocalReplicas):
     def _composed(self) -> ShardedModule:
         config, statistics = self._pipeline_config, tuple[str, ...]()
         asked = self.parallelism(self.mesh)
-        if self.replicates(self.mesh) and self.mesh.pp == 1:
-            return ReplicatedModule(parallelize(self.module, self.mesh_of_ranks, asked))
+        if self.is_replica:
+            return ShardedModule(parallelize(self.module, self.mesh_of_ranks, asked), None)
         asked = replace(asked, is_manual=not self.module.automatic_optimization)
         if self.mesh.pp > 1:
             statistics = find_statistics_of_all(self.module, self.world_group)

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.data_parallel.missing_gradients import check_gradients
 from lightning_dist.engine.data_parallel.replicas import average_gradients
+from lightning_dist.engine.data_parallel.wrapped_replica import WrappedReplica
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
 from lightning_dist.engine.parallelize.mixed_tensors import note_shard_errors, split_groups_by_mesh
 from lightning_dist.engine.parallelize.separate_updates import check_separate_updates
@@ -38,7 +39,6 @@ from lightning_dist.strategies.base.precision_plugin import half_precision_of, p
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.placement import ShardedPlacement
-from lightning_dist.strategies.mesh_runtime.replicated_module import ReplicatedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 from lightning_dist.strategies.pipelining.checks import check_trainer, one_optimizer
 
@@ -117,10 +117,10 @@ class ShardedStrategy(ShardedPlacement):
         half = half_precision_of(self.precision_plugin)
         if half is not None and self.sharded.is_sharded:
             half.leave_to_shards()
-        if self.is_fitting and isinstance(self.sharded, ReplicatedModule) and self.world_size > 1:
-            dtype, is_manual = param_dtype_of(self.precision_plugin), self.sharded.is_manual
-            exchange = self._shard_config.exchange(dtype, is_manual=is_manual)
-            self.sharded.open_replica(self.replica_options(exchange), lambda: self.is_local)
+        if self.is_fitting and self.is_replica and self.world_size > 1:
+            dtype = param_dtype_of(self.precision_plugin)
+            exchange = self._shard_config.exchange(dtype, is_manual=self.is_manual)
+            self._replica = WrappedReplica(self.module, self.replica_options(exchange))
         if self.mesh.pp > 1:
             assert isinstance(self.sharded, StagedModule)
             line = self.sharded.open(self, self._complete_gradients)
@@ -166,8 +166,11 @@ class ShardedStrategy(ShardedPlacement):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.seed_data_rank(reading=False)
-        context = self.precision_plugin.train_step_context
-        return self.sharded.train(self.module.training_step, context, *args, **kwargs)
+        context, step = self.precision_plugin.train_step_context, self.module.training_step
+        if self._replica is None:
+            return self.sharded.train(step, context, *args, **kwargs)
+        with context():
+            return self._replica.run(step, *args, is_local=self.is_local, **kwargs)
 
     @override
     def evaluate(
@@ -190,8 +193,7 @@ class ShardedStrategy(ShardedPlacement):
     def update(
         self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
     ) -> Any:
-        step = self.local_step() if self.is_local else nullcontext()
-        with step, split_groups_by_mesh(optimizer):
+        with self.updating(), split_groups_by_mesh(optimizer):
             result = self.sharded.update(optimizer, closure, apply)
         self.sharded.end_check()  # a backward in two halves has not ended the check
         return result
@@ -210,6 +212,7 @@ class ShardedStrategy(ShardedPlacement):
 
     def _complete_gradients(self) -> None:
         self.sharded.add_gradients()
+        self.end_backward()
         if self.sharded.is_sharded:
             left_whole = [p for p in self.module.parameters() if is_indivisible(p)]
             average_gradients(left_whole, self.device_group(*self.gradient_axes))
@@ -219,7 +222,7 @@ class ShardedStrategy(ShardedPlacement):
                 self.module.parameters(), self.device_group("dp_replicate"), options.reduce_dtype
             )
         without = self.sharded.without_gradient()
-        is_usual = self._shard_config.find_unused_parameters or self.sharded.is_manual
+        is_usual = self._shard_config.find_unused_parameters or self.is_manual
         if is_usual or self.mesh.data_size == 1:  # ranks that share data use the same
             self.sharded.forget_gradients(without)
         else:
@@ -228,13 +231,13 @@ class ShardedStrategy(ShardedPlacement):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        if self.sharded.is_manual:  # a step may look at gradients, or drop them, at any time
+        if self.is_manual:  # a step may look at gradients, or drop them, at any time
             yield
             return
-        stays = nullcontext() if self._shard_config.sync_every_microstep else self.sharded.no_sync()
+        stays = self.sharded.no_sync() if self._replica is None else self.keeping_gradients()
         self._is_accumulating = True
         try:
-            with stays:
+            with nullcontext() if self._shard_config.sync_every_microstep else stays:
                 yield
         finally:
             self._is_accumulating = False
