@@ -51,8 +51,7 @@ def check_reshard(reshard_after_forward: bool | int | str, shard_size: int) -> N
     if reshard_after_forward not in divisors:
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward} must divide the shard size of"
-            f" {shard_size}, and be neither 1 nor all of it; use True, False"
-            + (f" or one of {divisors}." if divisors else ".")
+            f" {shard_size}, and be neither 1 nor all of it; use True, False or one of {divisors}."
         )
 
 
@@ -104,10 +103,9 @@ class HookCheck:
 
 def _refuse_hook(name: str, reason: str) -> NoReturn:
     raise ValueError(
-        f"The parameter {name!r} has a hook (`register_hook` or"
-        f" `register_post_accumulate_grad_hook`), {reason}. Change"
-        " gradients in `on_before_optimizer_step` or `configure_gradient_clipping`, where"
-        " `parameter.grad` is a DTensor; or use DDPStrategy."
+        f"The parameter {name!r} has a hook, {reason}. Change gradients in"
+        " `on_before_optimizer_step` or `configure_gradient_clipping`, where `parameter.grad` is a"
+        " DTensor; or use DDPStrategy."
     )
 
 
@@ -122,8 +120,8 @@ def check_shardable(module: pl.LightningModule, is_manual: bool) -> None:
         )
     if is_manual and not is_sharded:
         raise ValueError(
-            "wrap='manual', and no module is sharded. Call `fully_shard` in `configure_model`, with"
-            " `mesh=self.trainer.strategy.device_mesh`, or use wrap='auto'."
+            "wrap='manual', and `configure_model` has sharded no module. Call `fully_shard` there,"
+            " with `mesh=self.trainer.strategy.device_mesh`, or use wrap='auto'."
         )
 
 

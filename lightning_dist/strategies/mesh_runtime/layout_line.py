@@ -59,15 +59,10 @@ def _describe_resharding(summary: WrapSummary, default: bool | int | None) -> li
     own = [row.unit.reshard_after_forward for row in summary.rows[1:]]
     usual = True if default is None else default
     kinds = Counter(_kept(usual if chosen is None else chosen) for chosen in own)
-    of_root = _kept(default or False)
-    if {*kinds} == {_kept(True)} and default is None:
+    if not kinds or ({*kinds} == {_kept(True)} and default is None):
         return []
-    if not {*kinds} - {of_root}:
-        return [of_root] if kinds else []
-    if len(kinds) > 1:
-        return [f"{kind} x{n}" for kind, n in (kinds + Counter([of_root])).items()]
-    (of_units,) = kinds
-    return [f"{of_units} but for the root"]
+    kinds += Counter([_kept(default or False)])  # of the root
+    return [*kinds] if len(kinds) == 1 else [f"{kind} x{n}" for kind, n in kinds.items()]
 
 
 def describe_replicas(
@@ -112,17 +107,14 @@ def explain_own_statistics(names: Sequence[str]) -> str:
 
 def _axes(mesh: MeshShape) -> str:
     split = [name for name in ("pp", "dp_shard", "tp") if mesh.sizes[name] > 1]
+    replicas = f", {mesh.dp_replicate} replicas" if mesh.dp_replicate > 1 else ""
     if split == ["dp_shard"]:
-        return f"FSDP: shards on {mesh.dp_shard} ranks{_replicas(mesh)}"
+        return f"FSDP: shards on {mesh.dp_shard} ranks{replicas}"
     if split == ["tp"]:
-        return f"Tensor parallelism on {mesh.tp} ranks{_replicas(mesh)}"
+        return f"Tensor parallelism on {mesh.tp} ranks{replicas}"
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.sizes.items() if size > 1)
     name = f"Mesh of {mesh.world_size} ranks, {sizes}"
     return name if mesh.pp == 1 else f"{name}, rank 0"
-
-
-def _replicas(mesh: MeshShape) -> str:
-    return f", {mesh.dp_replicate} replicas" if mesh.dp_replicate > 1 else ""
 
 
 def _batches(count: int) -> str:

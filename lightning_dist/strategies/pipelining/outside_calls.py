@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.tensors.tree import map_tensors
+from lightning_dist.strategies.base.distributed import DistributedStrategy
 
 _MOST_SECONDS = 120.0  # that a rank waits for others, which may write files in the same hook
 
@@ -24,32 +25,25 @@ class OutsideCalls:
     """Runs calls of the pipelined module that no step makes.
 
     Args:
-        group: A gloo group of the stages of this replica.
         source: Global rank of the last stage.
-        timeout_seconds: How long ranks wait for each other at most.
         change_step: Wraps the call, as it does each step.
-        is_reading: Returns whether a loader is making a batch, for which the other ranks wait.
     """
 
     def __init__(
         self,
+        strategy: DistributedStrategy,
         pipeline: Pipeline,
-        group: dist.ProcessGroup,
         source: int,
-        device: torch.device,
-        timeout_seconds: float,
         *,
         change_step: Callable[[Callable[..., Any]], Callable[..., Any]],
         finish: Callable[[], None],
-        is_reading: Callable[[], bool],
     ) -> None:
+        self._strategy = strategy
         self._pipeline = pipeline
-        self._change_step, self._finish = change_step, finish
-        self._is_reading = is_reading
-        self._group = group
+        self._group = strategy.group("pp")
         self._source = source
-        self._device = device
-        self._timeout = timedelta(seconds=min(timeout_seconds, _MOST_SECONDS))
+        self._change_step, self._finish = change_step, finish
+        self._timeout = timedelta(seconds=min(strategy.timeout_seconds, _MOST_SECONDS))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Returns the module's output, without a graph. Collective: every stage must call it.
@@ -59,7 +53,7 @@ class OutsideCalls:
                 make it.
         """
         pipeline = self._pipeline
-        if self._is_reading():
+        if self._strategy.is_reading:
             raise ValueError(
                 "A loader calls the model to make its batches, as reinforcement learning does. Its"
                 " layers are on several ranks, of which one reads. Make the samples in a hook that"
@@ -82,7 +76,7 @@ class OutsideCalls:
                 self._finish()
         sent = [map_tensors(Tensor.cpu, results[0]) if results else None]
         dist.broadcast_object_list(sent, src=self._source, group=self._group)
-        return map_tensors(lambda tensor: tensor.to(self._device), sent[0])
+        return map_tensors(lambda tensor: tensor.to(self._strategy.root_device), sent[0])
 
     def _meet(self) -> None:
         try:

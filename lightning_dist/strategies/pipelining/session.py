@@ -150,14 +150,11 @@ class Session:
             pp_ranks = dist.get_process_group_ranks(pp_group)
             last_rank, has_last = pp_ranks[homes[-1]], self.pipeline.stages.has_last
             self.pipeline.stages.on_call = OutsideCalls(
+                strategy,
                 self.pipeline,
-                pp_group,
                 last_rank,
-                device,
-                strategy.timeout_seconds,
                 change_step=wrapped.change_step,
                 finish=wrapped.reshard,
-                is_reading=lambda: strategy.is_reading,
             )
             pipelined = split.pipelined_modules(module)
             self._metrics = StageMetrics(

@@ -6,7 +6,8 @@ tensor parallel, and as stages. So copies, hooks and threads count with what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,8 @@ def measure_tensor_layers(mesh: DeviceMesh, device: torch.device) -> float:
     sharded, whole = build(), build()
     styles = [ColwiseParallel(), RowwiseParallel()] * (_NUM_UNITS // 2)
     parallelize_module(sharded, mesh, {str(i): style for i, style in enumerate(styles)})
-    seconds = [seconds_of(_step(each, sample), device, SHORT) for each in (sharded, whole)]
+    steps = (partial(_step, each, sample) for each in (sharded, whole))
+    seconds = [seconds_of(step, device, SHORT) for step in steps]
     # A layer of a pair sends forward, the other one backward.
     small = measure_all_reduce(mesh.get_group(), device)
     sent = ring(MessageKind.ALL_REDUCE).seconds(mesh.size(), sample.nbytes, small)
@@ -127,7 +129,8 @@ def measure_stages(shape: MeshShape, rank: int, timeout_seconds: float) -> float
             place = PipelineShape("1f1b", count, (1,) * shape.pp, group.index(rank))
             module = nn.Sequential(*[nn.Linear(1, 1) for _ in group])
             pipeline = Pipeline(module, place, channels.links)
-            seconds.append(seconds_of(_batch(pipeline, module, torch.zeros(count, 1)), device))
+            batch = partial(_train_batch, pipeline, module, torch.zeros(count, 1))
+            seconds.append(seconds_of(batch, device))
     except BaseException:
         channels.close(failed=True)
         raise
@@ -135,14 +138,11 @@ def measure_stages(shape: MeshShape, rank: int, timeout_seconds: float) -> float
     return max(0.0, (seconds[1] - seconds[0]) / (many - few))
 
 
-def _batch(pipeline: Pipeline, module: nn.Module, sample: Tensor) -> Callable[[], None]:
-    def batch() -> None:
-        pipeline.train_batch(sample, lambda part: module(part.content).sum())
-        pipeline.install_gradients()
-        with pipeline.updating():
-            pass
-
-    return batch
+def _train_batch(pipeline: Pipeline, module: nn.Module, sample: Tensor) -> None:
+    pipeline.train_batch(sample, lambda part: module(part.content).sum())
+    pipeline.install_gradients()
+    with pipeline.updating():
+        pass
 
 
 class _Unit(nn.Module):
@@ -173,26 +173,21 @@ def _unit_seconds(
         )
         units = [fully_shard(unit, mesh=mesh, reshard_after_forward=False) for unit in sharded]
         fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
-        own, both = (seconds_of(_step(each, sample), device, SHORT) for each in (whole, sharded))
-        gather = seconds_of(_gather(units), device, SHORT)
+        steps = (partial(_step, each, sample) for each in (whole, sharded))
+        own, both = (seconds_of(step, device, SHORT) for step in steps)
+        gather = seconds_of(partial(_gather, units), device, SHORT)
         gathers.append(max(_TINY, gather / _NUM_UNITS))
         reductions.append(max(_TINY, (both - own - gather) / _NUM_UNITS))
     return {MessageKind.ALL_GATHER: gathers, MessageKind.REDUCE_SCATTER: reductions}
 
 
-def _step(module: nn.Module, sample: Tensor) -> Callable[[], None]:
-    def step() -> None:
-        module(sample).sum().backward()
-        for parameter in module.parameters():
-            parameter.grad = None
-
-    return step
+def _step(module: nn.Module, sample: Tensor) -> None:
+    module(sample).sum().backward()
+    for parameter in module.parameters():
+        parameter.grad = None
 
 
-def _gather(units: Iterable[FSDPModule]) -> Callable[[], None]:
-    def gather() -> None:
-        for unit in units:
-            unit.unshard()
-            unit.reshard()
-
-    return gather
+def _gather(units: Iterable[FSDPModule]) -> None:
+    for unit in units:
+        unit.unshard()
+        unit.reshard()

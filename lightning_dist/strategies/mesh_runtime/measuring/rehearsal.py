@@ -128,7 +128,7 @@ class Rehearsal:
         context = self.precision.train_step_context
 
         def step() -> None:
-            loss = _loss_of(module.train(own.training_step, context, *arguments))
+            loss = Loss.of(module.train(own.training_step, context, *arguments)).value
             _forget_gradients(optimizer)
             module.backward(loss, partial(self._differentiate, loss, own), accumulating=False)
             module.add_gradients()
@@ -143,7 +143,7 @@ class Rehearsal:
 
         def step_of_replica() -> None:
             with context():
-                loss = _loss_of(ddp(own.training_step, *arguments))
+                loss = Loss.of(ddp(own.training_step, *arguments)).value
             _forget_gradients(optimizer)
             self._differentiate(loss, own)
             _update(optimizer)
@@ -173,19 +173,18 @@ class Rehearsal:
         weights = None
         if half is not None:
             weights = half.leave_to_stages(split.layers, is_in_graph=not staged.is_whole)
-        masters_dtype = None if weights is None else torch.float32
-
-        def gradients(number: int) -> HeldGradients:
-            return HeldGradients(masters_dtype) if staged.is_whole else staged.gradients(number)
-
+        whole = partial(HeldGradients, None if weights is None else torch.float32)
         options = StageOptions(
-            device=self.device, layers=staged.root, gradients=gradients, half=weights
+            device=self.device,
+            layers=staged.root,
+            gradients=(lambda _: whole()) if staged.is_whole else staged.gradients,
+            half=weights,
         )
         run = staged.wrap_step(staged.module.training_step)
 
         def train(microbatch: Microbatch) -> Tensor:
             with self.precision.train_step_context():
-                return _loss_of(run(*arguments_of(run, microbatch.content, 1)))
+                return Loss.of(run(*arguments_of(run, microbatch.content, 1))).value
 
         replicas = axis(ranks, "dp_replicate") if staged.is_whole else None
 
@@ -214,10 +213,6 @@ class Rehearsal:
         finally:
             channels.close(failed=failed)
         return taken
-
-
-def _loss_of(result: Any) -> Tensor:
-    return Loss.of(result).value
 
 
 def _forget_gradients(optimizer: Optimizer | None) -> None:
