@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Unpack
 
 import lightning.pytorch as pl
@@ -53,7 +54,7 @@ from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime.data_parallel_checks import check_whole
-from lightning_dist.strategies.mesh_runtime.first_call import FirstCall
+from lightning_dist.strategies.mesh_runtime.first_call import first_call
 from lightning_dist.strategies.pipelining import checks
 from lightning_dist.strategies.pipelining.movable_layers import MovableLayers
 from lightning_dist.strategies.pipelining.session import Session
@@ -218,7 +219,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         return CallExample(
             self.module.example_input_array,
             lambda: is_overridden("forward", self.module),
-            FirstCall(trainer, half, self._begun).of,
+            partial(first_call, trainer, half, self._begun),
         )
 
     @override

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,46 +37,43 @@ _STEPS: dict[TrainerFn | None, tuple[str, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class FirstCall:
-    """Finds the arguments that the first step of a run calls a module with."""
+def first_call(
+    trainer: pl.Trainer,
+    half: HalfPrecision | None,
+    begun: BegunLoaders,
+    traced: nn.Module,
+    path: str,
+) -> Arguments:
+    """Returns what the first step of a run calls a module with, alike on all ranks. Collective.
 
-    trainer: pl.Trainer
-    half: HalfPrecision | None
-    begun: BegunLoaders
+    Args:
+        trainer: The trainer, before it runs; its strategy has set the processes up.
+        half: The half-precision policy of ``MixedPrecision``.
+        begun: Records the loaders that cannot be read anew.
+        traced: The module; each rank has the whole module.
+        path: Dotted name of the module in the LightningModule.
 
-    def of(self, traced: nn.Module, path: str) -> Arguments:
-        """Returns the arguments of the call, the same on all ranks. Collective.
-
-        Raises:
-            ValueError: There is no batch, or the step does not reach the call.
-        """
-        module = self.trainer.lightning_module
-        with random_state_kept(module.device), state_kept(module):
-            purpose = f"layers='trace' reads the first batch to see what {path!r} is called with"
-            read = share_first_batch(self.trainer, self.begun, purpose)
-            if read is None:
-                raise ValueError(
-                    "layers='trace' needs an example of what the traced module is called with, and"
-                    f" this run has no first batch to show it.{SET_AN_EXAMPLE}"
-                )
-            batch, num_loaders = read
-            arguments = self._run_step(module, traced, path, batch, num_loaders)
-        cpu = torch.device("cpu")
-        return _copied(_share(self.trainer, _copied(arguments, cpu)), module.device)
-
-    def _run_step(
-        self, module: pl.LightningModule, traced: nn.Module, path: str, batch: Any, loaders: int
-    ) -> Arguments:
-        name, context = _STEPS[self.trainer.state.fn]
+    Raises:
+        ValueError: There is no batch, or the step does not reach the call.
+    """
+    module, cpu = trainer.lightning_module, torch.device("cpu")
+    name, context = _STEPS[trainer.state.fn]
+    with random_state_kept(module.device), state_kept(module):
+        purpose = f"layers='trace' reads the first batch to see what {path!r} is called with"
+        read = share_first_batch(trainer, begun, purpose)
+        if read is None:
+            raise ValueError(
+                "layers='trace' needs an example of what the traced module is called with, and"
+                f" this run has no first batch to show it.{SET_AN_EXAMPLE}"
+            )
         step = getattr(module, name)
-        in_step = getattr(self.trainer.precision_plugin, context)()
-        half = nullcontext() if self.half is None else as_in_step(module, self.half)
+        in_step = getattr(trainer.precision_plugin, context)()
+        casts = nullcontext() if half is None else as_in_step(module, half)
         grad = torch.enable_grad() if name == "training_step" else torch.no_grad()
         try:
-            batch = lightning_loaders.to_step(self.trainer, batch, module.device)
-            with watch_call(traced) as seen, not_logging(module), half, in_step, grad:
-                step(*arguments_of(step, batch, loaders))
+            batch = lightning_loaders.to_step(trainer, read[0], module.device)
+            with watch_call(traced) as seen, not_logging(module), casts, in_step, grad:
+                step(*arguments_of(step, batch, read[1]))
         except Exception as error:
             raise ValueError(
                 f"layers='trace' ran `{name}` on the first batch, ahead of the run, to see what"
@@ -90,7 +86,7 @@ class FirstCall:
                 f"`{name}` did not call {missed}, which layers='trace' is to cut. Call it once in"
                 " each step, or name the module that it calls with layers='trace:path'."
             )
-        return seen[0]
+    return _copied(_share(trainer, _copied(seen[0], cpu)), module.device)
 
 
 def _share(trainer: pl.Trainer, value: Any) -> Any:

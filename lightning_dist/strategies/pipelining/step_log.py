@@ -17,7 +17,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -116,31 +116,38 @@ class _Microbatch:
     weight: float  # of its means, which may be known only when the step is over
 
 
-@dataclass(slots=True)
-class _Recorded:
+@dataclass(frozen=True, slots=True)
+class _Logged:
     call: LogCall
     is_whole: bool  # of an integer type
-    values: list[Number] = field(default_factory=list)
-    microbatches: list[_Microbatch] = field(default_factory=list)
-    given: list[float] = field(default_factory=list)
+    value: Number | None
+    given: float | None  # the user's batch_size
+    microbatch: _Microbatch
 
-    @property
-    def counts(self) -> bool:
-        """Whether the values, the first of their name, count something."""
-        is_sum = self.call.options["reduce_fx"] == "sum"
-        return self.is_whole or (is_sum and all(float(v).is_integer() for v in self.values))
 
-    def combine(self, given_size: GivenSize, *, counts: bool) -> tuple[LogCall, Number]:
-        if not self.values:
-            return replace(self.call, has_value=False), float("nan")
-        call, weights = self.call, [microbatch.weight for microbatch in self.microbatches]
-        if self.given:
-            rows = [microbatch.num_samples for microbatch in self.microbatches]
-            given, total = given_size.weights_of(rows, self.given)
-            call = replace(call, batch_size=total)
-            weights = given if given_size.counts else weights
-        reduce = _OF_COUNTS.get(call.options["reduce_fx"]) if counts else None
-        return call, mean_of(self.values, weights) if reduce is None else reduce(self.values)
+def _count_something(logged: Sequence[_Logged]) -> bool:
+    """Returns whether the values, the first of their name, count something."""
+    values = [each.value for each in logged if each.value is not None]
+    is_sum = logged[0].call.options["reduce_fx"] == "sum"
+    return logged[0].is_whole or (is_sum and all(float(value).is_integer() for value in values))
+
+
+def _combined(
+    logged: Sequence[_Logged], given_size: GivenSize, *, counts: bool
+) -> tuple[LogCall, Number]:
+    call, known = logged[-1].call, [each for each in logged if each.value is not None]
+    if not known:
+        return replace(call, has_value=False), float("nan")
+    values = [each.value for each in known if each.value is not None]
+    weights = [each.microbatch.weight for each in known]
+    sizes = [each.given for each in known if each.given is not None]
+    if sizes:
+        rows = [each.microbatch.num_samples for each in known]
+        given, total = given_size.weights_of(rows, sizes)
+        call = replace(call, batch_size=total)
+        weights = given if given_size.counts else weights
+    reduce = _OF_COUNTS.get(call.options["reduce_fx"]) if counts else None
+    return call, mean_of(values, weights) if reduce is None else reduce(values)
 
 
 _OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
@@ -187,8 +194,8 @@ class StepLog:
         }
         # A step that is compiled is compiled without this code.
         self._log = torch.compiler.disable(self._record)
-        self._recorded: dict[str, _Recorded] = {}
-        self._made: list[tuple[LogCall, bool, Number | None, float | None]] = []
+        self._recorded: dict[str, list[_Logged]] = {}
+        self._made: list[_Logged] = []
         self._microbatch = _Microbatch(0, 0.0)
         self._given_sizes: dict[tuple[Hashable, str], GivenSize] = {}
         self._counts: dict[tuple[Hashable, str], bool] = {}
@@ -204,7 +211,8 @@ class StepLog:
         undo = replace_method(self._module, "log", self._log)
         try:
             yield
-            self._keep()
+            for each in self._made:
+                self._recorded.setdefault(each.call.name, []).append(each)
         finally:
             undo()
 
@@ -227,11 +235,11 @@ class StepLog:
         """
         recorded, self._recorded = self._recorded, {}
         combined = []
-        for name, each in recorded.items():
+        for name, logged in recorded.items():
             size = self._given_sizes.setdefault((step, name), GivenSize())
             if (step, name) not in self._counts:  # reads the values, so only once
-                self._counts[step, name] = each.counts
-            combined.append(each.combine(size, counts=self._counts[step, name]))
+                self._counts[step, name] = _count_something(logged)
+            combined.append(_combined(logged, size, counts=self._counts[step, name]))
         values = _joined([value for _, value in combined])
         return BatchLog(tuple(call for call, _ in combined), values, num_samples)
 
@@ -269,16 +277,8 @@ class StepLog:
         number, dtype, metric = self._number_of(name, value)
         is_whole = metric is None and _is_whole(value)
         size = batch_size.item() if isinstance(batch_size, Tensor) else batch_size
-        self._made.append((LogCall(name, options, dtype, metric), is_whole, number, size))
-
-    def _keep(self) -> None:
-        for call, is_whole, number, size in self._made:
-            entry = self._recorded.setdefault(call.name, _Recorded(call, is_whole))
-            entry.call = call
-            if number is not None:
-                entry.values.append(number)
-                entry.microbatches.append(self._microbatch)
-                entry.given += [] if size is None else [size]
+        call = LogCall(name, options, dtype, metric)
+        self._made.append(_Logged(call, is_whole, number, size, self._microbatch))
 
     def _number_of(self, name: str, value: Any) -> tuple[Number | None, torch.dtype, str | None]:
         if isinstance(value, Metric):

@@ -145,9 +145,8 @@ class StepRunner:
         self._sample_lists = SampleLists(module.trainer)
         self._outcomes = Outcomes(channels)
         self._last_result: Any = None
-        # Of the batches whose outcomes have not been delivered.
-        self._steps: deque[int] = deque()
-        self._calls: deque[CallNotes | None] = deque()
+        # Of the batches whose outcomes have not been delivered, the step and the module's calls.
+        self._undelivered: deque[tuple[int, CallNotes | None]] = deque()
 
     def train(self, arguments: Sequence[Any], context: StepContext) -> Any:
         """Runs a training batch.
@@ -176,10 +175,10 @@ class StepRunner:
         def publish(results: list[Any]) -> None:
             # A loss of shape (1,) is averaged too, and not concatenated.
             scalars = [map_tensors(lambda t: t.reshape(()), r) for r in _scalars_of(results)]
-            self._calls.append(self._pipeline.stages.calls.take())
-            self._publish(scalars, batch, ("training_step",), trainer.should_stop, self._calls[-1])
+            calls = self._pipeline.stages.calls.take()
+            self._undelivered.append((logged_step(trainer), calls))
+            self._publish(scalars, batch, ("training_step",), trainer.should_stop, calls)
 
-        self._steps.append(logged_step(trainer))
         self._pipeline.stages.calls.begin_batch()
 
         # Published before the last backwards' weight halves, or other ranks would wait for them.
@@ -212,7 +211,7 @@ class StepRunner:
         There are such batches before a validation within an epoch, and at the end of an epoch that
         was stopped early. The last batch of a whole epoch holds nothing back.
         """
-        if not self._steps:  # or a validation's values would be replaced by training's
+        if not self._undelivered:  # or a validation's values would be replaced by training's
             return
         with as_of_training_step(self._module):
             self._deliver(num_held_back=0)
@@ -220,8 +219,7 @@ class StepRunner:
     def forget(self) -> None:
         """Forgets the training batches that :meth:`train` has held back."""
         self._outcomes.deliver(num_held_back=0)
-        self._steps.clear()
-        self._calls.clear()
+        self._undelivered.clear()
 
     def evaluate(
         self, method: Callable[..., Any], arguments: Sequence[Any], context: StepContext
@@ -298,14 +296,13 @@ class StepRunner:
         trainer = self._module.trainer
         outcomes = self._outcomes.deliver(num_held_back)
         for index, outcome in enumerate(outcomes):
-            own_calls = self._calls.popleft()
+            step, own_calls = self._undelivered.popleft()
             if own_calls is not None and outcome.module_calls is not None:
                 check_calls(own_calls, outcome.module_calls, [*self._pipeline.stages])
             self._log.replay(outcome.log)
             self._rank_zero_calls.make(outcome.rank_zero_calls)
             self._last_result = outcome.result
             trainer.should_stop = trainer.should_stop or outcome.should_stop
-            step = self._steps.popleft()
             is_newest = index == len(outcomes) - 1
             # If an outcome is known in its own batch, Lightning logs it at the end of the batch.
             # By then it is also known whether a callback stops there.

@@ -155,21 +155,16 @@ class Updates:
         self._is_in_step, self._has_run = True, False
         try:
             with self._norms():
-                return self._step(optimizer, closure, apply)
+                self._history.remember(optimizer)
+                # While the pipeline fills too: forwards foresee updates at the next one's rate.
+                with self._history.of_next_update(optimizer):
+                    if self._pipeline.batches_since_drain < self._pipeline.delay:
+                        return closure()
+                    result = apply()
+                self._end_update(optimizer)
+                return result
         finally:
             self._is_in_step = False
-
-    def _step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
-    ) -> Any:
-        self._history.remember(optimizer)
-        # While the pipeline fills too: forwards that foresee updates do so at the next one's rate.
-        with self._history.of_next_update(optimizer):
-            if self._pipeline.batches_since_drain < self._pipeline.delay:
-                return closure()
-            result = apply()
-        self._end_update(optimizer)
-        return result
 
     def drain(self, optimizer: Optimizer) -> None:
         """Runs the backwards of the batches in flight and applies each."""
