@@ -137,7 +137,12 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
     def mesh_shape(self, world_size: int) -> MeshShape:
         shape = fill_mesh(world_size, **self._sizes)
         checks.check_reshard(self._shard_config.reshard_after_forward, shape.dp_shard)
-        checks.check_offload(self._shard_config.offload, shape)
+        offload = self._shard_config.offload
+        if offload != "none" and shape.data_size == 1 and shape.world_size > 1:
+            raise ValueError(
+                f"offload={offload!r} keeps shards in host memory, and with dp_replicate=1 x"
+                " dp_shard=1 nothing is sharded. Use dp_shard=2 or more, or leave offload out."
+            )
         return shape
 
     def dry_run(

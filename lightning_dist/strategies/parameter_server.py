@@ -44,7 +44,11 @@ from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
-from lightning_dist.strategies.base.model_checks import check_learning_rates, check_own_averages
+from lightning_dist.strategies.base.model_checks import (
+    check_dense_gradients,
+    check_learning_rates,
+    check_own_averages,
+)
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
@@ -132,7 +136,12 @@ class ParameterServerStrategy(DataParallelStrategy):
     def check_run(self, trainer: pl.Trainer) -> None:
         super().check_run(trainer)
         if self.is_fitting:
-            checks.check_served_module(self.module)
+            if not self.module.automatic_optimization:
+                raise ValueError(
+                    "automatic_optimization=False does not go with ParameterServerStrategy: servers"
+                    " step, once for each batch. Use automatic optimization, or DDPStrategy."
+                )
+            check_dense_gradients(self.module, "servers")
             if not self._shares_steps:
                 checks.check_own_steps(self.module, has_layer_sync=self._layer_sync is not None)
                 if self.world_size > 1:

@@ -5,21 +5,19 @@ Each check raises ``ValueError`` with the reason, on all ranks alike, before any
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn, get_args
 
 import lightning.pytorch as pl
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
-from lightning_dist.engine.parallelize.shard_config import Offload, ShardConfig, Sharded
+from lightning_dist.engine.parallelize.shard_config import ShardConfig, Sharded
 from lightning_dist.engine.sharding.fully_shard import is_indivisible
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.ties import Tie
-from lightning_dist.engine.tensors.dtensor import crashes_in_gathers, is_dtensor
+from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_hooks
 
 
@@ -134,15 +132,6 @@ def check_automatic(module: pl.LightningModule) -> None:
         )
 
 
-def check_optimization(module: pl.LightningModule, is_manual: bool) -> None:
-    """Checks that a module optimizes as it did when it was sharded."""
-    if not is_manual and not module.automatic_optimization:
-        raise ValueError(
-            "The module was sharded for automatic optimization, which is off now. Set it in"
-            " `__init__`, or load a checkpoint into a new module."
-        )
-
-
 def check_half_precision(module: pl.LightningModule, is_manual: bool) -> None:
     """Checks that shards can be gathered in half precision, as ``MixedPrecision`` asks."""
     if is_manual:
@@ -155,16 +144,6 @@ def check_half_precision(module: pl.LightningModule, is_manual: bool) -> None:
         raise ValueError(
             f"MixedPrecision would gather the parameters {own} of the LightningModule itself in"
             " half precision for its whole step. Put them into a module of their own."
-        )
-
-
-def check_gathers(backend: str, device_type: str, tp_size: int) -> None:
-    """Checks that tensor-parallel layers can gather tensors of a device over a backend."""
-    if tp_size > 1 and crashes_in_gathers(backend, device_type):
-        raise ValueError(
-            f"process_group_backend={backend!r} with tp_size={tp_size} on a {device_type!r} device:"
-            " torch crashes in gathers of DTensors there (pytorch#152645). Use"
-            " process_group_backend=None, or a strategy without tp."
         )
 
 
@@ -199,25 +178,6 @@ def check_mesh(
         raise ValueError(
             f"local={local} averages the weights of replicas, and dp_replicate=1 leaves one. Use"
             " dp_replicate=2 or more, or leave local out."
-        )
-
-
-def check_fragments(local: LocalConfig, ties: Sequence[Tie]) -> None:
-    """Checks that the copies of a parameter on several stages are averaged together."""
-    if local.fragments > 1 and ties:
-        shared = [name for names in ties[0].names.values() for name in names]
-        raise ValueError(
-            f"fragments={local.fragments}: stages average fragments in their own turns, in which"
-            f" copies of one parameter, {shared}, would differ. Use fragments=1."
-        )
-
-
-def check_offload(offload: Offload, shape: MeshShape) -> None:
-    """Checks that there are shards to keep in host memory."""
-    if offload != "none" and shape.data_size == 1 and shape.world_size > 1:
-        raise ValueError(
-            f"offload={offload!r} keeps shards in host memory, and with dp_replicate=1 x dp_shard=1"
-            " nothing is sharded. Use dp_shard=2 or more, or leave offload out."
         )
 
 

@@ -154,16 +154,6 @@ def check_whole(module: nn.Module) -> None:
         )
 
 
-def check_served_module(module: pl.LightningModule) -> None:
-    """Checks that workers can train a module with weights from servers."""
-    if not module.automatic_optimization:
-        raise ValueError(
-            "automatic_optimization=False does not go with ParameterServerStrategy: servers step,"
-            " once for each batch of a worker. Use automatic optimization, or DDPStrategy."
-        )
-    check_dense_gradients(module, "servers")
-
-
 def check_own_steps(module: nn.Module, *, has_layer_sync: bool) -> None:
     """Checks that no step of a module needs another rank's."""
     if has_layer_sync or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):

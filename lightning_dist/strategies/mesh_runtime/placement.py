@@ -34,7 +34,7 @@ from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary
-from lightning_dist.engine.tensors.dtensor import is_dtensor
+from lightning_dist.engine.tensors.dtensor import crashes_in_gathers, is_dtensor
 from lightning_dist.engine.tensors.patch import replace_method, user_state_kept
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
@@ -80,8 +80,14 @@ class ShardedPlacement(LocalReplicas):
     @override
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
-        with brief_mistakes():
-            checks.check_gathers(self.device_backend, self.root_device.type, self.mesh.tp)
+        backend, device_type, size = self.device_backend, self.root_device.type, self.mesh.tp
+        if size > 1 and crashes_in_gathers(backend, device_type):
+            with brief_mistakes():
+                raise ValueError(
+                    f"process_group_backend={backend!r} with tp_size={size} on a {device_type!r}"
+                    " device: torch crashes in gathers of DTensors there (pytorch#152645). Use"
+                    " process_group_backend=None, or a strategy without tp."
+                )
 
     def replicates(self, shape: MeshShape) -> bool:
         """Whether ranks of a mesh hold their layers whole, and FSDP has nothing to shard.
@@ -178,8 +184,11 @@ class ShardedPlacement(LocalReplicas):
     def place_model(self, trainer: pl.Trainer) -> None:
         if self._sharded is None or self._sharded.module is not self.module:
             self._sharded = self._taken_over() or self._shard()
-        if self.is_fitting:
-            checks.check_optimization(self.module, self.is_manual)
+        if self.is_fitting and not (self.is_manual or self.module.automatic_optimization):
+            raise ValueError(
+                "The module was sharded for automatic optimization, which is off now. Set it in"
+                " `__init__`, or load a checkpoint into a new module."
+            )
         self.model_to_device()  # an earlier run has left it on the host
 
     @property
@@ -268,8 +277,14 @@ class ShardedPlacement(LocalReplicas):
             config = with_whole_batches(config, self.mesh.pp) if statistics else config
             asked = replace(asked, pipeline=config)
         composed = parallelize(self.module, self.mesh_of_ranks, asked)
-        if composed.split is not None:
-            checks.check_fragments(self._local_config, composed.split.ties)
+        ties = () if composed.split is None else composed.split.ties
+        if ties and self._local_config.fragments > 1:
+            shared = [name for names in ties[0].names.values() for name in names]
+            raise ValueError(
+                f"fragments={self._local_config.fragments}: stages average fragments in their own"
+                f" turns, in which copies of one parameter, {shared}, would differ. Use"
+                " fragments=1."
+            )
         if self.replicates(self.mesh):
             return StagedModule(composed, None, config, statistics)
         # Replicas that never average a gradient need not run the same units.

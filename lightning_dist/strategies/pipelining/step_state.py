@@ -34,6 +34,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.fingerprints import fingerprint, projection
 from lightning_dist.engine.tensors.patch import replace_method
@@ -175,11 +176,10 @@ class StepState:
             return
         now = self._written()
         own = [name for name, mark in now.items() if mark != self._seen.get(name)]
-        written: list[list[str]] = [[] for _ in range(dist.get_world_size(self._stages))]
-        dist.all_gather_object(written, own, group=self._stages)
+        written = gather_objects(own, self._stages)
         writers = Counter(name for names in written for name in names)
         self._compare(sorted(n for n in self._fixed if writers[n] > 1), written)
-        for index, names in enumerate(written):
+        for index, names in enumerate(written):  # in turns, for all together may be large
             alone = [name for name in names if writers[name] == 1]
             if alone:
                 self._take(alone, dist.get_global_rank(self._stages, index))
@@ -190,8 +190,7 @@ class StepState:
         if not names:
             return
         own = [projection(value) for value in self._values(names).values()]
-        found = [own for _ in written]
-        dist.all_gather_object(found, own, group=self._stages)
+        found = gather_objects(own, self._stages)
         for index, name in enumerate(names):
             writers = [stage for stage, own_names in enumerate(written) if name in own_names]
             products, norms = zip(*(found[stage][index] for stage in writers), strict=True)
