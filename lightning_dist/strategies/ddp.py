@@ -28,7 +28,7 @@ from lightning_dist.engine.parallelize.composition import Parallelism, paralleli
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
-from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
+from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_replicas
 from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
 

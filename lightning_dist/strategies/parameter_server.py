@@ -50,7 +50,7 @@ from lightning_dist.strategies.base.model_checks import (
     check_own_averages,
 )
 from lightning_dist.strategies.base.rank_view import RankView
-from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
+from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 
 _NEVER = timedelta(days=365)

@@ -30,7 +30,7 @@ from lightning_dist.strategies.base.loaders.evaluation_lengths import Evaluation
 from lightning_dist.strategies.base.loaders.lengths import TrainingLengths
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.base.run_setup import RunSetup
-from lightning_dist.strategies.mesh_runtime import data_parallel_checks as checks
+from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
 from lightning_dist.strategies.mesh_runtime.synced_batch_norm import (
     ReplicaSyncBatchNorm,

@@ -39,7 +39,7 @@ from lightning_dist.engine.tensors.patch import replace_method, user_state_kept
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.rank_view import RankView
-from lightning_dist.strategies.mesh_runtime import checks, data_parallel_checks
+from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.kept_sharding import KeptSharding, find_sharding
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_rounds
 from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
@@ -218,9 +218,9 @@ class ShardedPlacement(LocalReplicas):
         return sharded
 
     def _shard(self) -> ShardedModule:
-        data_parallel_checks.check_module(self.module, self.world_group)
+        checks.check_module(self.module, self.world_group)
         if self.replicates(self.mesh):
-            data_parallel_checks.check_whole(self.module)
+            checks.check_whole(self.module)
         else:
             checks.check_shardable(self.module, self._policy.is_manual)
             if self.has_units:
