@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -21,9 +20,7 @@ from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.common.table import format_count
 from lightning_dist.engine.data_parallel.shared_weights import SharedWeights
 from lightning_dist.strategies.base.distributed import RunArguments
-from lightning_dist.strategies.base.model_checks import check_own_averages
 from lightning_dist.strategies.base.rank_view import RankView
-from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 
 
@@ -75,9 +72,7 @@ class HogwildStrategy(DataParallelStrategy):
     def check_run(self, trainer: pl.Trainer) -> None:
         super().check_run(trainer)
         if self.is_fitting:
-            checks.check_own_steps(self.module, has_layer_sync=self._layer_sync is not None)
-            if self.world_size > 1:
-                check_own_averages(trainer, (WeightAveraging,))
+            self.check_steps_apart(trainer)
 
     @override
     def print_summary(self) -> None:

@@ -20,7 +20,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -47,7 +46,6 @@ from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.model_checks import (
     check_dense_gradients,
     check_learning_rates,
-    check_own_averages,
 )
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import checks
@@ -143,9 +141,7 @@ class ParameterServerStrategy(DataParallelStrategy):
                 )
             check_dense_gradients(self.module, "servers")
             if not self._shares_steps:
-                checks.check_own_steps(self.module, has_layer_sync=self._layer_sync is not None)
-                if self.world_size > 1:
-                    check_own_averages(trainer, (WeightAveraging,))
+                self.check_steps_apart(trainer)
 
     @override
     def print_summary(self) -> None:

@@ -339,15 +339,6 @@ def check_whole(module: nn.Module) -> None:
         )
 
 
-def check_own_steps(module: nn.Module, *, has_layer_sync: bool) -> None:
-    """Checks that no step of a module needs another rank's."""
-    if has_layer_sync or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-        raise ValueError(
-            "Synchronised BatchNorm waits in its forward for all ranks, and here each one steps by"
-            " itself. Leave it out, or use DDPStrategy or ParameterServerStrategy(mode='sync')."
-        )
-
-
 def check_served_optimizers(optimizers: Sequence[Optimizer], num_servers: int) -> None:
     """Checks that the parameters of the optimizer can be shared out."""
     check_optimizers(optimizers)

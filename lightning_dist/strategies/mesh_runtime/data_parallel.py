@@ -15,10 +15,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
@@ -29,6 +30,7 @@ from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.evaluation_lengths import EvaluationLengths
 from lightning_dist.strategies.base.loaders.lengths import TrainingLengths
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
+from lightning_dist.strategies.base.model_checks import check_own_averages
 from lightning_dist.strategies.base.run_setup import RunSetup
 from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
@@ -70,6 +72,17 @@ class DataParallelStrategy(RunSetup):
     def check_run(self, trainer: pl.Trainer) -> None:
         checks.check_whole(self.module)
         checks.check_module(self.module, self.group(*self.mesh.sizes))
+
+    def check_steps_apart(self, trainer: pl.Trainer) -> None:
+        """Checks that no step of this rank needs another rank's."""
+        parts = self.module.modules()
+        if self._layer_sync is not None or any(isinstance(p, nn.SyncBatchNorm) for p in parts):
+            raise ValueError(
+                "Synchronised BatchNorm waits in its forward for all ranks, and here each one steps"
+                " by itself. Leave it out, or use DDPStrategy or ParameterServerStrategy()."
+            )
+        if self.world_size > 1:
+            check_own_averages(trainer, (WeightAveraging,))
 
     @override
     def place_model(self, trainer: pl.Trainer) -> None:

@@ -46,13 +46,6 @@ def first_call(
 ) -> Arguments:
     """Returns what the first step of a run calls a module with, alike on all ranks. Collective.
 
-    Args:
-        trainer: The trainer, before it runs; its strategy has set the processes up.
-        half: The half-precision policy of ``MixedPrecision``.
-        begun: Records the loaders that cannot be read anew.
-        traced: The module; each rank has the whole module.
-        path: Dotted name of the module in the LightningModule.
-
     Raises:
         ValueError: There is no batch, or the step does not reach the call.
     """

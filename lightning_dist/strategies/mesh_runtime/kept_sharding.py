@@ -24,7 +24,6 @@ class KeptSharding:
     """A module as it was sharded; an attribute of the module, and of no copy of it.
 
     Attributes:
-        sharded: The module.
         settings: The settings that Trainers must have in common to run it, by name.
         mesh: The ranks that hold the shards.
     """

@@ -49,15 +49,7 @@ from lightning_dist.strategies.pipelining.checks import find_statistics_of_all
 
 
 class ShardedPlacement(LocalReplicas):
-    """Base class; see the module's docstring.
-
-    Args:
-        pipeline: How the model is cut into stages, if the mesh has several.
-        shard: How the parameters are sharded over the data axes.
-        tensor: How layers are sharded over the tensor-parallel ranks.
-        meta_init: Whether ``configure_model`` builds without memory, to be filled part by part.
-        local: When replicas that step by themselves average their weights, and how.
-    """
+    """Base class; see the module's docstring."""
 
     def __init__(
         self,

@@ -30,10 +30,6 @@ def find_statistics_of_all(
     """Lists the modules of all stages that compute statistics of a training batch.
 
     Evaluations list them too, in whatever mode they are: a batch is left whole in all runs alike.
-
-    Args:
-        module: The user's module, which an earlier run may have cut.
-        everyone: A gloo group of all ranks; each must call this.
     """
     is_fitting = module.trainer.state.fn == TrainerFn.FITTING
     own = find_batch_statistics(module, in_any_mode=not is_fitting)

@@ -26,7 +26,6 @@ class OutsideCalls:
 
     Args:
         source: Global rank of the last stage.
-        change_step: Wraps the call, as it does each step.
     """
 
     def __init__(

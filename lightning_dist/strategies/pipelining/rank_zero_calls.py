@@ -96,12 +96,7 @@ class RankZeroCalls:
 
 
 class _Noting:
-    """A logger, a part of one, or a function, whose calls are noted.
-
-    Args:
-        real: What is there on this rank.
-        path: Names and places from the module to it.
-    """
+    """A logger, a part of one, or a function, whose calls are noted."""
 
     def __init__(self, real: Any, path: _Path, note: Callable[[_Path, Any], None]) -> None:
         self._real = real

@@ -88,10 +88,6 @@ class GivenSize:
     def weights_of(self, rows: Sequence[int], given: Sequence[float]) -> tuple[list[float], float]:
         """Returns the weights of a batch and its micro-batches, and remembers its sizes.
 
-        Args:
-            rows: Number of samples in each micro-batch.
-            given: The user's ``batch_size`` of each micro-batch.
-
         Returns:
             The weight of each micro-batch in the batch, and of the batch among others.
         """

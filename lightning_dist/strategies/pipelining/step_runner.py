@@ -114,9 +114,7 @@ class StepRunner:
     """Runs ``training_step`` and its like, per micro-batch, on this rank's stages.
 
     Args:
-        rank_zero_calls: Notes what steps call that only rank 0 does.
         evaluation_microbatches: Most micro-batches of a batch that runs forward only.
-        change_step: Wraps each of the user's steps.
     """
 
     def __init__(
