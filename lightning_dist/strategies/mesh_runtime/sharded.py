@@ -131,7 +131,8 @@ class ShardedStrategy(ShardedPlacement):
         """Averages local weights, and broadcasts the first replica's buffers. Collective."""
         self.check_peers()
         if self._sharded is not None and self.is_running:
-            self._sharded.run_deferred_checks()
+            if self._sharded.units is not None:
+                self._sharded.units.run_deferred_checks()
             self._sharded.reshard()
             if self._sharded.session is not None:
                 self._sharded.session.step_state.merge()
@@ -186,7 +187,7 @@ class ShardedStrategy(ShardedPlacement):
         if self._hook_check is not None:
             self._hook_check.check(accumulating=self._is_accumulating)
         if is_overridden_by_user(_BETWEEN_PASSES, self.module):
-            self.sharded.keep_written()
+            self.sharded.written.keep()
         return self.sharded.backward(closure_loss, default, accumulating=self._is_accumulating)
 
     @override
@@ -224,7 +225,8 @@ class ShardedStrategy(ShardedPlacement):
         without = self.sharded.without_gradient()
         is_usual = self._shard_config.find_unused_parameters or self.is_manual
         if is_usual or self.mesh.data_size == 1:  # ranks that share data use the same
-            self.sharded.forget_gradients(without)
+            for name in without:  # of zeros, which are None on a single device
+                self.module.get_parameter(name).grad = None
         else:
             check_gradients(without)
 

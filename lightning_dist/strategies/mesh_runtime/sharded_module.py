@@ -5,7 +5,7 @@ Here each rank runs whole steps; :class:`.StagedModule` is the same for a pipeli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -51,7 +51,6 @@ class ShardedModule:
 
     Args:
         composed: The user's module, made parallel.
-        units: Compares which units the ranks run in a step; None where no other rank exists.
         unused: Finds the parameters that no rank uses; None where all ranks use the same.
 
     Attributes:
@@ -59,6 +58,8 @@ class ShardedModule:
         plan: The plan that was found: which layers are sharded, and why the others are not.
         session: The pipeline during a run; None without stages.
         split: This rank's stages of the model; None without stages.
+        units: Compares which units the ranks run in a step; None where no other rank exists.
+        written: Keeps what hooks between a forward and its backward write into gathered weights.
     """
 
     early: EarlyParameters | None = None
@@ -83,11 +84,11 @@ class ShardedModule:
         self._are_trained = b""  # a flag for each parameter
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
-        self._written = WrittenWeights(self._shards, in_rounds=composed.split is not None)
+        self.written = WrittenWeights(self._shards, in_rounds=composed.split is not None)
         self._beside: CallsBesideSteps | None = None
         if self._shards and composed.split is None:
             self._beside = CallsBesideSteps(self.module, self._roots[0])
-        self._units = units
+        self.units = units
         self._unused = unused
         self._manual = ManualSteps(self._roots[0]) if composed.is_manual else None
 
@@ -188,7 +189,7 @@ class ShardedModule:
 
     def check_units(self, *, training: bool) -> AbstractContextManager[None]:
         """Returns the check that all ranks used the same FSDP units in this step."""
-        return nullcontext() if self._units is None else self._units.step(training=training)
+        return nullcontext() if self.units is None else self.units.step(training=training)
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a step so that it forgets earlier steps and gathers sharded logits by itself."""
@@ -262,12 +263,7 @@ class ShardedModule:
         """Lists parameters without a gradient at an update. Collective."""
         if self._unused is not None:
             return self._unused.end_update()
-        return [] if self._units is None else parameters_without_gradient(self.module)
-
-    def forget_gradients(self, names: Sequence[str]) -> None:
-        """Sets gradients of zeros to None, as on a single device."""
-        for name in names:
-            self.module.get_parameter(name).grad = None
+        return [] if self.units is None else parameters_without_gradient(self.module)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -295,21 +291,6 @@ class ShardedModule:
             # user's module, or beside it.
             for root in self._roots:
                 root.to(device)
-
-    def run_deferred_checks(self) -> None:
-        """Checks between two steps that all ranks have run the same units.
-
-        Collective: every rank must call it.
-
-        Raises:
-            ValueError: The ranks have run different units.
-        """
-        if self._units is not None:
-            self._units.run_deferred_checks()
-
-    def keep_written(self) -> None:
-        """Keeps what hooks between a forward and its backward wrote into gathered weights."""
-        self._written.keep()
 
     def reshard(self) -> None:
         """Reshards the module's parameters, whatever has run last."""

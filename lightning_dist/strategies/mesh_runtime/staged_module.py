@@ -101,7 +101,7 @@ class StagedModule(ShardedModule):
     ) -> Any:
         if self._unused is not None:
             self._unused.begin_step()
-        self._written.begin_round()
+        self.written.begin_round()
         self._opened.updates.begin_batch()
         with self.check_units(training=True), explain_shard_errors():
             return self._opened.runner.train(arguments_of_step(args, kwargs), context)
@@ -119,7 +119,7 @@ class StagedModule(ShardedModule):
 
     @override
     def reshard(self) -> None:
-        self._written.keep_waiting()
+        self.written.keep_waiting()
         super().reshard()
 
     # --- gradients ---------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class StagedModule(ShardedModule):
             return HeldGradients()
         root = self.root(number)
         listener = StageBackwards(
-            root, self.backward_context, lambda: self._sends, self.keep_written
+            root, self.backward_context, lambda: self._sends, self.written.keep
         )
         return ParamGradAccumulator(root, listener, partial(self._check_first, number))
 
