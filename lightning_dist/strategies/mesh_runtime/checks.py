@@ -171,7 +171,8 @@ def check_mesh(
     if pipeline.asynchronous:
         raise ValueError(
             f"schedule={pipeline.schedule!r} keeps older versions of weights, each of which would"
-            " have to be sharded. Use schedule='1f1b', or PipelineStrategy(schedule='pipedream')."
+            " have to be sharded and gathered by itself. Use schedule='1f1b', or"
+            " PipelineStrategy(schedule='pipedream')."
         )
     if pipeline.partition == "profile":
         raise ValueError(
@@ -180,8 +181,8 @@ def check_mesh(
         )
     if pipeline.is_traced:
         raise ValueError(
-            f"layers={pipeline.layers!r} calls no parts of a module, and parameters are gathered"
-            " where parts are called. Use PipelineStrategy(layers='trace')."
+            f"layers={pipeline.layers!r} runs a module without calling its parts, where parameters"
+            " are gathered. Use PipelineStrategy(layers='trace')."
         )
     if (sizes["pp"] > 1 or sizes["tp"] > 1) and shard.policy.is_manual:
         raise ValueError(
