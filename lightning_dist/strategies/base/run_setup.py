@@ -143,12 +143,7 @@ class RunSetup(LayoutFreeCheckpoints):
                 on_train_end=self.end_training,
                 on_train_epoch_start=self.begin_epoch,
             ),
-            stop_training_together(
-                trainer,
-                self.joint_decision,
-                post=self.guard.post_vote,
-                end_batch=self.end_batch,
-            ),
+            stop_training_together(trainer, self.joint_decision, post=self.guard.post_vote),
         )
 
     def connect_evaluation(self, trainer: pl.Trainer) -> None:
@@ -246,9 +241,6 @@ class RunSetup(LayoutFreeCheckpoints):
 
     def begin_epoch(self) -> None:
         """Called before the callbacks' ``on_train_epoch_start``."""
-
-    def end_batch(self) -> None:
-        """Called after each training batch, before a validation."""
 
     def before_validation(self) -> None:
         """Called before each validation inside of ``fit``."""

@@ -27,8 +27,7 @@ from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.splitting.config import find_batch_statistics
 from lightning_dist.engine.tensors.rng import RandomStream, seed_all
 from lightning_dist.strategies.base import lightning_loaders
-from lightning_dist.strategies.base.loaders.evaluation_lengths import EvaluationLengths
-from lightning_dist.strategies.base.loaders.lengths import TrainingLengths
+from lightning_dist.strategies.base.loaders.lengths import EvaluationLengths, TrainingLengths
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.base.model_checks import check_own_averages
 from lightning_dist.strategies.base.run_setup import RunSetup
@@ -124,7 +123,7 @@ class DataParallelStrategy(RunSetup):
         is_tied = any(mesh.sizes[axis] > 1 for axis in axes)
         lengths = EvaluationLengths(
             trainer,
-            lambda: self.world_group,
+            self.world_group,
             mesh.groups(*axes),
             self.group(*axes) if is_tied else None,
             runs_whole_steps=mesh.pp == 1,
@@ -211,8 +210,3 @@ class DataParallelStrategy(RunSetup):
         self.seed_data_rank(reading=False)
         with self.precision_plugin.train_step_context():
             return self.module.training_step(*args, **kwargs)
-
-    @override
-    def end_batch(self) -> None:
-        if self._lengths is not None:
-            self._lengths.end_batch(self.module.trainer.fit_loop.epoch_loop.batch_idx)

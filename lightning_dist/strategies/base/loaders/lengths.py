@@ -1,26 +1,90 @@
-"""Checks that the training loaders of all ranks have equally many batches.
+"""Checks that the loaders of ranks that wait for each other have equally many batches.
 
-Loaders of known length are compared when an epoch starts. One that ends before its
-``__len__`` while others go on is found at its end: the rank leaves a note, and checks whether all
-others have left one. Of a loader of unknown length Lightning reads one batch ahead. So a rank knows
-in time that a batch is its last, and the ranks exchange that during the batch.
+A rank with more batches would wait for ever for others that are past their last batch: in training
+for their gradients, and in an evaluation where ranks compute a forward together. Evaluating
+replicas may differ, for their metrics alone tie them, unless a step combines a value of all
+replicas. Known lengths are compared when loaders have been set up. Of a loader of unknown length
+Lightning reads one batch ahead. So the ranks tell each other before each batch whether it is the
+last. A training loader that ends before its ``__len__`` is found at its end: the rank leaves a
+note, and checks whether all others have left one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+from enum import IntEnum
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.comms.store_notes import RankNotes
+from lightning_dist.engine.tensors.patch import Undo, replace_method
+from lightning_dist.strategies.base.callback_order import add_first_callback
+from lightning_dist.strategies.base.lightning_internals import hook_of
 from lightning_dist.strategies.base.lightning_loaders import batches_read
 
 _GRACE_SECONDS = 10.0  # the ranks have just been at the same batch, or nearly
 
 
-class TrainingLengths:
+class _Left(IntEnum):
+    """What a rank has left."""
+
+    NONE = 0
+    LAST = 1
+    MORE = 2
+
+
+class LoaderEnds:
+    """Where the loaders of ranks that wait for each other end, if a length is unknown.
+
+    Args:
+        verb: What the batches are there for.
+        advice: What to do if some ranks have fewer.
+    """
+
+    def __init__(self, verb: str, advice: str) -> None:
+        self._verb = verb
+        self._advice = advice
+        self._telling: dist.ProcessGroup | None = None  # ranks that tell each other
+        self._num_begun = 0
+
+    def begin_batch(self, *, is_last: bool) -> None:
+        """Tells the others whether this batch is the rank's last. Collective, before the step.
+
+        Raises:
+            ValueError: Some loaders end here, and others go on.
+        """
+        self._num_begun += 1
+        self._tell(_Left.LAST if is_last else _Left.MORE)
+
+    def _tell(self, left: _Left) -> None:
+        if self._telling is None:
+            return
+        own = torch.tensor([left], dtype=torch.int32)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._telling))]
+        dist.all_gather(everyone, own, group=self._telling)
+        numbers = [int(number) for number in everyone]
+        if len(set(numbers)) > 1:
+            ranks = dist.get_process_group_ranks(self._telling)
+            of_ranks = zip(ranks, numbers, strict=True)
+            ended = [rank for rank, number in of_ranks if number == min(numbers)]
+            count = max(self._num_begun, 1) - (min(numbers) == _Left.NONE)
+            raise ValueError(
+                f"The loaders of the ranks {ended} (of {ranks}) have ended after {count} batches to"
+                f" {self._verb}, and those of the others have not: these would wait for the former"
+                f" for ever. Give each rank as many samples, or set {self._advice}."
+            )
+
+
+class TrainingLengths(LoaderEnds):
     """Checks on one rank that the training loaders of all ranks end at the same batch.
 
     Args:
@@ -32,11 +96,14 @@ class TrainingLengths:
     def __init__(
         self, notes: RankNotes, group: dist.ProcessGroup, grace_seconds: float = _GRACE_SECONDS
     ) -> None:
+        super().__init__(
+            "train on",
+            "`limit_train_batches`; or, if the data has a length, define `__len__` and pass"
+            " uneven_inputs=True to DDPStrategy",
+        )
         self._notes = notes
         self._group = group
         self._grace_seconds = grace_seconds
-        self._is_unknown = False
-        self._pending: tuple[dist.Work, list[Tensor]] | None = None
 
     def begin_epoch(self, trainer: pl.Trainer, *, is_unknown: bool) -> None:
         """Compares the lengths of the loaders. Collective: every rank must call it.
@@ -56,36 +123,8 @@ class TrainingLengths:
                 " the others' gradients for ever. Use a sampler that shares the samples out evenly,"
                 " like Lightning's own, or `limit_train_batches`, or pass uneven_inputs=True."
             )
-        self._is_unknown = any(unknown for _, unknown in everyone)
-
-    def begin_batch(self, *, is_last: bool) -> None:
-        """Posts whether this batch is the rank's last. Collective, before the step."""
-        if self._is_unknown:
-            own = torch.tensor([int(is_last)], dtype=torch.int32)
-            everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-            work = dist.all_gather(everyone, own, group=self._group, async_op=True)
-            assert work is not None
-            self._pending = work, everyone
-
-    def end_batch(self, batch_index: int) -> None:
-        """Checks that all ranks' loaders end at this batch, or none. Collective, behind the step.
-
-        Raises:
-            ValueError: Some loaders have ended, and others go on.
-        """
-        if self._pending is None:
-            return
-        (work, everyone), self._pending = self._pending, None
-        work.wait()
-        ended = [rank for rank, is_last in enumerate(everyone) if bool(is_last)]
-        if 0 < len(ended) < len(everyone):
-            raise ValueError(
-                f"The training loaders of the ranks {ended} (of {len(everyone)}) have ended after"
-                f" {batch_index + 1} batches, and those of the others have not: these would wait"
-                " for the gradients of the former for ever. Give each rank as many samples, set"
-                " `limit_train_batches`, or, if the data has a length, define `__len__` and pass"
-                " uneven_inputs=True to DDPStrategy."
-            )
+        self._telling = self._group if any(unknown for _, unknown in everyone) else None
+        self._num_begun = 0
 
     def end_epoch(self, trainer: pl.Trainer) -> None:
         """Checks how a training epoch has ended, before this rank waits for others.
@@ -105,3 +144,121 @@ class TrainingLengths:
                 " the gradients of the former for ever. Make `__len__` tell the number of batches,"
                 " or leave it out."
             )
+
+
+class EvaluationLengths(LoaderEnds):
+    """Checks on one rank that ranks which are tied evaluate as many batches.
+
+    Args:
+        trainer: The trainer, set up to fit or to evaluate.
+        everyone: A gloo group of all ranks.
+        tied: The ranks that compute a forward together, each in one of the sequences.
+        tied_group: A gloo group of those that this rank computes with; None if it is alone.
+        runs_whole_steps: Whether each rank runs the steps of the module to their end.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        everyone: dist.ProcessGroup,
+        tied: Sequence[Sequence[int]],
+        tied_group: dist.ProcessGroup | None,
+        *,
+        runs_whole_steps: bool,
+    ) -> None:
+        fn = trainer.state.fn
+        assert fn is not None
+        is_fitting = fn == TrainerFn.FITTING
+        verb = "validate" if is_fitting else fn.value
+        short, stage = ("val", "validation") if verb == "validate" else (verb, verb)
+        super().__init__(verb, f"`limit_{short}_batches`")
+        self._trainer = trainer
+        self._everyone = everyone
+        self._tied = tied
+        self._tied_group = tied_group
+        self._runs_whole_steps = runs_whole_steps
+        own_loop = None if is_fitting else getattr(trainer, f"{fn.value}_loop")
+        self._loop = own_loop or trainer.fit_loop.epoch_loop.val_loop
+        self._short, self._stage = short, stage
+        self._lengths: list[list[int | float]] = []  # of each rank, by loader
+        self._is_unknown = False
+
+    def connect(self) -> Undo:
+        """Takes part in Lightning's loop.
+
+        ``setup_data`` is the last call that all ranks make: a rank without any batch skips the
+        hooks. So known lengths are compared there, before the sanity check too.
+        """
+        loop = self._loop
+        set_up = loop.setup_data
+
+        def set_up_and_compare() -> None:
+            set_up()
+            self._compare()
+
+        callback = LambdaCallback(
+            **{
+                f"on_{self._stage}_batch_start": lambda *_: self.begin_batch(is_last=self._is_last),
+                f"on_{self._stage}_epoch_end": lambda *_: self._end_epoch(),
+            }
+        )
+        with ExitStack() as undo:
+            undo.callback(replace_method(loop, "setup_data", set_up_and_compare))
+            undo.callback(add_first_callback(self._trainer, callback))
+            return undo.pop_all().close
+
+    def _compare(self) -> None:
+        """Compares the loaders of all ranks. Collective: every rank must call it.
+
+        Raises:
+            ValueError: Ranks that compute a forward together have other numbers of batches.
+        """
+        loaders = getattr(self._trainer, f"{self._short}_dataloaders")
+        flattened = [] if loaders is None else CombinedLoader(loaders, "sequential").flattened
+        is_unknown = any(sized_len(loader) is None for loader in flattened)
+        lengths = list(getattr(self._trainer, f"num_{self._short}_batches"))  # of a whole run
+        everyone = gather_objects((lengths, is_unknown), self._everyone)
+        self._lengths = [of_rank for of_rank, _ in everyone]
+        self._is_unknown = any(unknown for _, unknown in everyone)
+        self._telling = self._tied_group if self._is_unknown else None
+        self._num_begun = 0
+        places = range(len(everyone))
+        tied = [[rank for rank in ranks if rank in places] for ranks in self._tied]
+        if any(self._lengths[rank] != self._lengths[ranks[0]] for ranks in tied for rank in ranks):
+            raise self._error("compute each forward together", "Use")
+
+    def combine_in_step(self) -> None:
+        """Notes that a value of all ranks is combined; inside of a step that ties them.
+
+        Raises:
+            ValueError: The ranks do not have as many batches.
+        """
+        stage, hook = self._stage, hook_of(self._trainer.lightning_module)
+        if hook not in (f"{stage}_step", f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
+            return
+        if any(of_rank != self._lengths[0] for of_rank in self._lengths):
+            raise self._error(
+                "combine a value in each step, as `self.log(..., on_step=True, sync_dist=True)`"
+                " does",
+                "Combine it at the end of the epoch (`on_step=False`), use",
+            )
+        if self._is_unknown and self._runs_whole_steps and self._telling is not self._everyone:
+            self._telling = self._everyone
+            self._tell(_Left.LAST if self._is_last else _Left.MORE)
+
+    def _error(self, tie: str, advice: str) -> ValueError:
+        shown: list[Any] = [of[0] if len(of) == 1 else of for of in self._lengths]
+        return ValueError(
+            f"The ranks have {shown} batches to {self._verb}, and {tie}: the ones with more would"
+            f" wait for the others for ever. {advice} a sampler that shares the samples out evenly,"
+            f" like Lightning's own, or {self._advice}."
+        )
+
+    @property
+    def _is_last(self) -> bool:
+        return self._loop.batch_progress.is_last_batch
+
+    def _end_epoch(self) -> None:
+        if self._num_begun == 0:
+            self._tell(_Left.NONE)
+        self._num_begun = 0
