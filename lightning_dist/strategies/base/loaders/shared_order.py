@@ -30,17 +30,16 @@ class SharedSampler(LoaderProxy):
     Args:
         sampler: Yields indices, or batches of indices.
         open_stream: Called when an epoch's indices begin.
-        begin_epoch: Called then too, right before torch draws the seed of the workers, or None.
-        begin_reading: Called when the first indices are there, right before samples are read, or
-            None.
+        begin_epoch: Called then too, right before torch draws the seed of the workers.
+        begin_reading: Called when the first indices are there, right before samples are read.
     """
 
     def __init__(
         self,
         sampler: Any,
         open_stream: Stream,
-        begin_epoch: Callable[[], None] | None,
-        begin_reading: Callable[[], None] | None,
+        begin_epoch: Callable[[], None],
+        begin_reading: Callable[[], None],
     ) -> None:
         super().__init__(sampler)
         self._open_stream = open_stream
@@ -52,9 +51,8 @@ class SharedSampler(LoaderProxy):
         stream = self._open_stream()
         with stream.drawing():
             indices = iter(self._loader)
-        if self._begin_epoch is not None:
-            self._begin_epoch()
-        return _SharedItems(indices, stream, self._begin_reading)
+        self._begin_epoch()
+        return _drawn(indices, stream, self._begin_reading)
 
 
 class SharedReading(LoaderProxy):
@@ -70,33 +68,28 @@ class SharedReading(LoaderProxy):
     def __iter__(self) -> Iterator[Any]:
         """Begins an epoch."""
         self._seed_alike()
-        stream = self._open_stream()
-        return _SharedItems(iter(self._loader), stream)
+        return _drawn(iter(self._loader), self._open_stream(), _do_nothing)
 
 
-class _SharedItems(LoaderProxy):
-    """The items of an iterator, drawn from a stream."""
+def _do_nothing() -> None:
+    pass
 
-    def __init__(
-        self,
-        iterator: Iterator[Any],
-        stream: RandomStream,
-        begin_reading: Callable[[], None] | None = None,
-    ) -> None:
-        super().__init__(iterator)
-        self._stream = stream
-        self._begin_reading = begin_reading
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        with self._stream.drawing():
-            item = next(self._loader)
-        begin, self._begin_reading = self._begin_reading, None
-        if begin is not None:
-            begin()
-        return item
+def _drawn(
+    items: Iterator[Any], stream: RandomStream, begin_reading: Callable[[], None]
+) -> Iterator[Any]:
+    """Yields items that are drawn from a stream; calls a function behind the first."""
+    is_first = True
+    while True:
+        with stream.drawing():
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        if is_first:
+            begin_reading()
+        is_first = False
+        yield item
 
 
 def share_order(
@@ -121,17 +114,16 @@ def share_order(
         return loader
     if isinstance(loader.dataset, IterableDataset):
         return SharedReading(loader, open_stream, seed_alike)
-    begin_epoch = seed_reader if loader.num_workers > 0 else None
     # The caller seeds each batch where it is read, but Lightning reads the first one of a loader
     # of unknown length while it creates the iterator.
     is_read_early = loader.num_workers == 0 and sized_len(loader) is None
-    begin_reading = seed_reader if is_read_early else None
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    seed = seed_reader or _do_nothing
     sampler = SharedSampler(
         getattr(loader, name),
         open_stream,
-        begin_epoch=begin_epoch,
-        begin_reading=begin_reading,
+        begin_epoch=seed if loader.num_workers > 0 else _do_nothing,
+        begin_reading=seed if is_read_early else _do_nothing,
     )
     return copy_of_loader(loader, name, sampler)
 
