@@ -145,10 +145,6 @@ class Elastic(pl.Callback):
     def micro_batches_of(self, own: int, data_size: int) -> int:
         """Returns the micro-batches of a step on each of some replicas.
 
-        Args:
-            own: The Trainer's ``accumulate_grad_batches``.
-            data_size: Number of data replicas.
-
         Raises:
             ValueError: The replicas cannot share out a step evenly.
         """

@@ -33,11 +33,6 @@ _PARTS: Mapping[_Event, str] = MappingProxyType(
 class LoopProfiler(Profiler):
     """Records the loop's actions while it listens, and passes them on to the user's profiler.
 
-    Args:
-        users: The profiler that the Trainer had.
-        recorder: Reads the clock, and records the spans of steps.
-        records_steps: Whether to record forward, backward and update, if no recorder does so yet.
-
     Attributes:
         listens: Whether anything is recorded.
         annotates: Whether parts of the step get their names in a trace of torch's profiler.

@@ -38,10 +38,6 @@ from lightning_dist.strategies.base.rank_view import view_of
 class RankWatch:
     """Measures a training from its begin to its end. Collective: every rank needs one.
 
-    Args:
-        trainer: The trainer, before it trains.
-        module: The user's module.
-
     Attributes:
         device: The device that this rank computes on.
         group: A gloo group of all ranks, for this watch alone; None if there is one rank.

@@ -35,13 +35,7 @@ def order_callbacks(
 ) -> Undo:
     """Puts one callback before those of a trainer, and one behind them.
 
-    Args:
-        trainer: The trainer.
-        show_whole_model: Creates the context of the callbacks' ``on_fit_start``, where the module
-            looks whole.
-        on_train_epoch_start: Called when an epoch begins.
-        on_train_epoch_end: Called when an epoch has ended, early or not.
-        on_train_end: Called when training has ended.
+    Where the callbacks' ``on_fit_start`` run, the module looks whole by ``show_whole_model``.
     """
     shown = ExitStack()
 
@@ -78,12 +72,7 @@ def add_first_callback(trainer: pl.Trainer, callback: pl.Callback) -> Undo:
 
 
 def is_overridden_by_user(names: Collection[str], module: pl.LightningModule) -> bool:
-    """Returns whether the module or a user's callback has one of some hooks.
-
-    Args:
-        names: The hooks' names.
-        module: The module, of whose trainer the callbacks are.
-    """
+    """Returns whether the module or a user's callback has one of some hooks."""
     ours = ("lightning", "lightning_dist")
     callbacks = [
         callback

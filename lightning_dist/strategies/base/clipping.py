@@ -49,12 +49,7 @@ def clip_whole_gradient(plugin: Precision, clip_grad_norm: ClipGradNorm) -> Call
 def norms_of_all_stages(
     stages: dist.ProcessGroup, counted_elsewhere: Callable[[], Iterable[Tensor]]
 ) -> Iterator[None]:
-    """Lets torch's ``clip_grad_norm_`` clip by the norm over all stages. Each must call it.
-
-    Args:
-        stages: A gloo group of the stages.
-        counted_elsewhere: Returns the parameters that another stage counts.
-    """
+    """Lets torch's ``clip_grad_norm_`` clip by the norm over all stages. Each must call it."""
     # `clip_grad_norm_` looks this private name up; users may have imported the function itself.
     own_norm = clip_grad._get_total_norm
 

@@ -309,11 +309,7 @@ class DistributedStrategy(ProcessMesh):
         return StopAgreement(self.world_group, self.stop_lag)
 
     def joint_decision(self, post: Callable[[int], Posted] | None = None) -> JointDecision:
-        """Creates this rank's part in a recurring decision. Collective: every rank must call it.
-
-        Args:
-            post: Posts a vote at a boundary together with other numbers to sum.
-        """
+        """Creates this rank's part in a recurring decision. Collective: every rank must call it."""
         return JointDecision(self.world_group, self.stop_lag, post)
 
     def outlives(self, failure: Failure) -> bool:

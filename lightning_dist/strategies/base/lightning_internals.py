@@ -46,11 +46,7 @@ def replace_sigterm_protocol(trainer: pl.Trainer, before_batch: Callable[[], Non
 
     ``_sigterm_notifier_fn`` broadcasts in the signal handler, and ``_broadcast_sigterm_tensor``
     before each training batch; there is no switch for either. The rest of Lightning's handler calls
-    the handler that was installed before.
-
-    Args:
-        trainer: The trainer; it must not have registered its signal handlers yet.
-        before_batch: Called before each training batch.
+    the handler that was installed before. The trainer must not have registered its handlers yet.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     notifier, broadcast = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
@@ -87,12 +83,8 @@ def replace_requeue(
 
     ``_slurm_sigusr_handler_fn`` saves wherever the signal has found the process. In
     ``hpc_save_path`` each rank numbers the checkpoint by the files in the directory, while other
-    ranks may have begun to write theirs.
-
-    Args:
-        trainer: The trainer; it must not have registered its signal handlers yet.
-        on_signal: Called in the handler, so it must do nothing that waits.
-        finish_save: Called behind the save; waits until the checkpoint is whole.
+    ranks may have begun to write theirs. The trainer must not have registered its handlers yet.
+    ``on_signal`` must not wait; ``finish_save`` waits until the checkpoint is whole.
 
     Returns:
         A collective function that saves and asks SLURM to requeue the job, and the undo.
@@ -186,10 +178,6 @@ def change_validation_due(trainer: pl.Trainer, change: Callable[[bool], bool]) -
     """Changes whether a training batch is followed by a validation.
 
     Each rank reads its own clock in ``_should_check_val_fx``, and no hook is called before.
-
-    Args:
-        trainer: The trainer, before it fits.
-        change: Takes the decision of this rank, and returns the decision to follow.
     """
     loop = trainer.fit_loop.epoch_loop
     own = loop._should_check_val_fx
@@ -332,10 +320,7 @@ def replace_links(trainer: pl.Trainer, link: Callable[[str, str], None]) -> Undo
     """Replaces ``_link_checkpoint``, by which ``ModelCheckpoint`` links to its last checkpoint.
 
     It removes the link before, and links at once, when the checkpoint may not be written yet.
-
-    Args:
-        trainer: The trainer.
-        link: Links: takes the checkpoint's path and the link's.
+    ``link`` takes the checkpoint's path and the link's.
     """
     undo = ExitStack()
     for callback in callbacks_of(trainer):

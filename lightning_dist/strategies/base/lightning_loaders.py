@@ -61,10 +61,6 @@ def replace_loader_hooks(
     """Wraps the calls of ``train_dataloader`` and ``val_dataloader``, of modules and data modules.
 
     Nothing public comes before these hooks; ``_data_source`` calls them.
-
-    Args:
-        trainer: The trainer, before it fits.
-        wrap: Returns the function to call in the place of each hook.
     """
     loop = trainer.fit_loop
     undo = ExitStack()

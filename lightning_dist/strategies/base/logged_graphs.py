@@ -22,9 +22,6 @@ def log_graphs_of_whole(trainer: pl.Trainer) -> tuple[Undo, ...]:
     A module without values, whose construction is deferred, has no graph to run. Nor has one that
     an earlier run has left in parts.
 
-    Args:
-        trainer: The trainer of a run.
-
     Returns:
         What undoes the leaving out.
     """

@@ -40,10 +40,6 @@ class GroupGather:
     Metrics are copied and pickled with all of their attributes, by ``clone()`` or among saved
     hyperparameters, and a process group can be neither. A copy shares this object, and a pickle has
     the function behind it.
-
-    Args:
-        gather: The function that gathers, by default torchmetrics' own.
-        group: The ranks, a gloo group, where the metric itself has no process group.
     """
 
     def __init__(
@@ -77,12 +73,7 @@ class GroupGather:
 
 
 def reduce_metrics_over(module: nn.Module, group: dist.ProcessGroup) -> Undo:
-    """Lets the metrics of a module be reduced over some ranks, unless they have a group.
-
-    Args:
-        module: The user's module.
-        group: The ranks that read different data.
-    """
+    """Lets the metrics of a module be reduced over some ranks, unless they have a group."""
     return _reduce_over((m for m in module.modules() if isinstance(m, Metric)), group)
 
 
@@ -104,12 +95,7 @@ def _reduce_over(metrics: Iterable[Metric], group: dist.ProcessGroup) -> Undo:
 
 
 class SharedCompute:
-    """``compute`` of a metric, as a collective of the pipeline.
-
-    Args:
-        metric: The metric.
-        shared_by: Shares it.
-    """
+    """``compute`` of a metric, as a collective of the pipeline."""
 
     def __init__(self, metric: Metric, shared_by: StageMetrics) -> None:
         self.own = metric.compute
@@ -122,16 +108,7 @@ class SharedCompute:
 
 
 class StageMetrics:
-    """Shares the metrics of a module along the pipeline.
-
-    Args:
-        module: The user's module.
-        pipelined: The modules in it that are cut into stages.
-        pipeline_group: A gloo group of the stages of this replica.
-        data_group: The ranks that hold this stage.
-        source: Global rank of the last stage.
-        is_source: Whether this rank is the last stage.
-    """
+    """Shares the metrics of a module along the pipeline."""
 
     def __init__(
         self,
@@ -161,11 +138,7 @@ class StageMetrics:
 
     @contextmanager
     def in_step(self, share: float) -> Iterator[None]:
-        """Marks a step, which only the last stage runs to its end.
-
-        Args:
-            share: Share of its batch that the micro-batch has.
-        """
+        """Marks a step, which only the last stage runs to its end, on a share of its batch."""
         running = self._running if share < 1.0 and self._is_source else []
         before = [metric.metric_state for metric in running]
         with self._alone():
@@ -175,12 +148,7 @@ class StageMetrics:
             warnings.warn(_WINDOW, stacklevel=2)
 
     def value(self, metric: Metric, compute: Callable[[], Any]) -> Any:
-        """Returns what the last stage computes. Collective outside of steps.
-
-        Args:
-            metric: The metric.
-            compute: Its own ``compute``.
-        """
+        """Returns what the last stage computes. Collective outside of steps."""
         if self._is_alone:
             return compute()
         value = None

@@ -48,12 +48,7 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 
 def check_own_averages(trainer: pl.Trainer, kinds: tuple[type[pl.Callback], ...]) -> None:
-    """Checks that no callback averages weights which differ between ranks.
-
-    Args:
-        trainer: The trainer.
-        kinds: The callbacks that average at moments when weights differ.
-    """
+    """Checks that no callback averages weights which differ between ranks."""
     for callback in callbacks_of(trainer):
         if isinstance(callback, kinds):
             raise ValueError(
@@ -76,12 +71,7 @@ def check_finetuning(trainer: pl.Trainer) -> None:
 
 
 def check_dense_gradients(module: nn.Module, receiver: str) -> None:
-    """Checks that no trainable embedding has sparse gradients.
-
-    Args:
-        module: The user's module.
-        receiver: What takes dense gradients only, in the plural.
-    """
+    """Checks that no trainable embedding has sparse gradients, which receivers do not take."""
     sparse = [
         name
         for name, part in module.named_modules()
@@ -146,11 +136,6 @@ def check_state_to_save(
     Collective: every rank must call it. A plain tensor counts as the same on all ranks. If each has
     its own for its shard of a parameter, a checkpoint would have one rank's for all.
 
-    Args:
-        optimizers: The optimizers of this rank's parameters.
-        module: This rank's part of the model.
-        group: A gloo group of all ranks.
-
     Raises:
         ValueError: A number in a parameter group differs, or a plain tensor has a shard's shape.
     """
@@ -189,10 +174,6 @@ def check_group_values(optimizers: Sequence[Optimizer], group: dist.ProcessGroup
     Collective: every rank must call it. An optimizer with one estimate for all parameters computes
     a different estimate from each rank's part of the gradients.
 
-    Args:
-        optimizers: The optimizers of this rank's parameters.
-        group: A gloo group of all ranks.
-
     Raises:
         ValueError: A number differs.
     """
@@ -212,10 +193,6 @@ def check_learning_rates(optimizers: Sequence[Optimizer], group: dist.ProcessGro
     """Checks that replicas have equal learning rates, or their weights would drift apart.
 
     Collective: every rank must call it.
-
-    Args:
-        optimizers: The optimizers of this replica.
-        group: A gloo group of the replicas.
 
     Raises:
         ValueError: A learning rate differs.

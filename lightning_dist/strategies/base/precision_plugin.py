@@ -64,10 +64,6 @@ class HalfPrecisionPlugin(Precision):
     def leave_to_stages(self, layers: Layers, *, is_in_graph: bool) -> HalfWeights | None:
         """Leaves the cast, and the division by the loss scale, to a pipeline.
 
-        Args:
-            layers: The layers of the pipelined module.
-            is_in_graph: As for :class:`HalfWeights`.
-
         Returns:
             The casts for the pipeline; None if parameters are half already, or gathered in half.
         """

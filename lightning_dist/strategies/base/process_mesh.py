@@ -126,9 +126,6 @@ class ProcessMesh(ParallelStrategy):
         """Returns a context manager in which users' code sees another rank than this one's.
 
         ``self.global_rank``, ``trainer.is_global_zero`` and ``rank_zero_only`` go by it.
-
-        Args:
-            rank: The global rank that is seen.
         """
         own = self.global_rank
         self._shown_rank = rank
@@ -236,10 +233,6 @@ class ProcessMesh(ParallelStrategy):
 
         Its backend is :attr:`device_backend`; if that is gloo, it is the group of :meth:`group`.
         Collective: every rank must call it.
-
-        Args:
-            axes: Names of mesh axes; all of them for a group of all ranks.
-            purpose: Name of a separate group, for collectives in another order on each rank.
         """
         return DeviceGroup(self._group(self.device_backend, axes, purpose), self.root_device)
 

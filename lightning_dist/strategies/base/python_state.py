@@ -41,12 +41,9 @@ _OF_THIS_PACKAGE = "_lightning_dist_"  # names of its attributes begin so
 def modules_beside(
     module: nn.Module, pipelined: Collection[nn.Module], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the names and modules that may keep state, but for metrics, which are shared.
+    """Yields the names and modules that may keep state, but for the pipelined ones.
 
-    Args:
-        module: The module that holds them.
-        pipelined: The modules that are left out, with all inside.
-        prefix: Begins each name.
+    Nor are metrics among them, which are shared.
     """
     for name, child in module.named_children():
         if not isinstance(child, Metric | MetricCollection) and child not in pipelined:
@@ -56,12 +53,7 @@ def modules_beside(
 
 
 def attributes_of(module: nn.Module, beside: Iterable[tuple[str, nn.Module]]) -> dict[str, Any]:
-    """Returns the values that users keep in a module, by their dotted names, outer ones first.
-
-    Args:
-        module: The user's module.
-        beside: The names and modules inside of it that users keep values in.
-    """
+    """Returns the values that users keep in a module, by their dotted names, outer ones first."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for name, holder in (("", module), *beside):
@@ -149,13 +141,7 @@ def can_be_sent(value: Any) -> bool:
 
 
 def set_attribute_of(module: nn.Module, name: str, value: Any) -> None:
-    """Sets an attribute to what another rank has there, if this rank has what holds it.
-
-    Args:
-        module: The user's module.
-        name: Dotted name of the attribute.
-        value: A copy of the other rank's value.
-    """
+    """Sets an attribute to what another rank has there, if this rank has what holds it."""
     *path, attribute = name.split(".")
     holder: Any = module
     for step in path:

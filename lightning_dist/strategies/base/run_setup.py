@@ -156,8 +156,7 @@ class RunSetup(LayoutFreeCheckpoints):
     def whole_structure(self, device: torch.device | None = None) -> AbstractContextManager[None]:
         """Returns a context manager with the whole model's structure, as on a single device.
 
-        Args:
-            device: Device of the parameters that other ranks have; None for the meta device.
+        Parameters that other ranks have are on a device; None takes the meta device.
         """
         split = self.split
         return nullcontext() if split is None else split.whole(device)

@@ -48,16 +48,10 @@ _STORE_SECONDS = 1.0  # to answer
 class RunGuard:
     """Watches over one run, from the start of its processes to its teardown.
 
-    Args:
-        trainer: The trainer of the run; it must not have registered its signal handlers yet.
-        ring_group: A gloo group of all ranks whose timeout never comes.
-        stop: This rank's part in the decision to stop.
-        interrupt: Raises an error in this rank's main thread, where it waits for another rank.
-        is_stop_due: Whether to ask for a stop at the first batch boundary.
-        notes: The notes of all ranks.
-        steps_are_local: Returns whether an exception in a step leaves no other rank inside of it.
-        timeout_seconds: Seconds that ranks wait for a rank that does not answer.
-        outlives: Returns whether this rank goes on behind another one's failure.
+    The trainer must not have registered its signal handlers yet, nor may the gloo group of the ring
+    time out. ``interrupt`` raises an error in the main thread, where it waits for another rank.
+    ``steps_are_local`` says whether an exception in a step leaves no other rank inside of it, and
+    ``outlives`` whether this rank goes on behind another one's failure.
     """
 
     def __init__(
@@ -164,9 +158,7 @@ class RunGuard:
     ) -> None:
         """Replaces Lightning's reaction to signals by the ranks' agreement.
 
-        Args:
-            before_reading: Called before each training batch is read, for which there is no hook.
-            finish_save: Called before SLURM is asked to requeue the job; waits for the checkpoint.
+        ``before_reading`` is called before each training batch is read, for which there is no hook.
         """
 
         def before_batch() -> None:
@@ -285,11 +277,7 @@ class RunGuard:
 
     @contextmanager
     def file_work(self, activity: str) -> Iterator[None]:
-        """Names work on files in the progress that other ranks see, should this rank be stuck.
-
-        Args:
-            activity: Name of the work, such as ``"saving x.ckpt"``.
-        """
+        """Names work on files in the progress that other ranks see, should this rank be stuck."""
         before, self._file_work = self._file_work, activity
         try:
             yield

@@ -34,10 +34,7 @@ def requeue_signal(trainer: pl.Trainer) -> signal.Signals | None:
 class FlagHandler:
     """Handles a signal from its construction on, if that is in the main thread.
 
-    Args:
-        trainer: The trainer; it must not have registered its own handlers yet.
-        signum: The signal.
-        on_signal: Called in the handler, so it must do nothing that waits.
+    The trainer must not have registered its own handlers yet. ``on_signal`` must not wait.
     """
 
     def __init__(
@@ -87,10 +84,7 @@ class FlagHandler:
 class InterruptHandler:
     """Handles Ctrl-C from its construction on, where Python's own handler would.
 
-    Args:
-        trainer: The trainer; it must not have registered its own handlers yet.
-        on_signal: Called in the handler, so it must do nothing that waits. Returns whether a batch
-            boundary is to come.
+    As :class:`FlagHandler`; ``on_signal`` returns whether a batch boundary is to come.
     """
 
     def __init__(self, trainer: pl.Trainer, on_signal: Callable[[], bool]) -> None:

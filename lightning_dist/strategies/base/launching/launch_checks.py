@@ -16,11 +16,6 @@ STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 def check_launch(environment: LightningEnvironment, num_processes: int, num_nodes: int) -> None:
     """Checks that the launched processes are those that the Trainer asks for.
 
-    Args:
-        environment: Lightning's own environment, with the ranks set.
-        num_processes: Processes of a host.
-        num_nodes: Number of hosts.
-
     Raises:
         ValueError: They are not, or could not meet.
     """

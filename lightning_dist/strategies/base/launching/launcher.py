@@ -31,13 +31,7 @@ _SOUND_EXIT_CODES = (None, 0, SIGTERM_EXIT_CODE)
 
 
 class ChildProcessObserver(_ChildProcessObserver):
-    """Kills the remaining processes of a run some time after one of them has failed.
-
-    Args:
-        main_pid: The process that has started the others.
-        child_processes: The processes that were started.
-        patience_seconds: Seconds that processes have to end by themselves.
-    """
+    """Kills the remaining processes of a run some time after one of them has failed."""
 
     def __init__(
         self,

@@ -43,12 +43,7 @@ class _Left(IntEnum):
 
 
 class LoaderEnds:
-    """Where the loaders of ranks that wait for each other end, if a length is unknown.
-
-    Args:
-        verb: What the batches are there for.
-        advice: What to do if some ranks have fewer.
-    """
+    """Where the loaders of ranks that wait for each other end, if a length is unknown."""
 
     def __init__(self, verb: str, advice: str) -> None:
         self._verb = verb
@@ -85,13 +80,7 @@ class LoaderEnds:
 
 
 class TrainingLengths(LoaderEnds):
-    """Checks on one rank that the training loaders of all ranks end at the same batch.
-
-    Args:
-        notes: The notes of all ranks.
-        group: A gloo group of all ranks.
-        grace_seconds: How long other ranks may take to end, too, if a loader ends early.
-    """
+    """Checks on one rank that the training loaders of all ranks end at the same batch."""
 
     def __init__(
         self, notes: RankNotes, group: dist.ProcessGroup, grace_seconds: float = _GRACE_SECONDS
@@ -107,10 +96,6 @@ class TrainingLengths(LoaderEnds):
 
     def begin_epoch(self, trainer: pl.Trainer, *, is_unknown: bool) -> None:
         """Compares the lengths of the loaders. Collective: every rank must call it.
-
-        Args:
-            trainer: The trainer, with its loaders set up.
-            is_unknown: Whether a loader of this rank has no length.
 
         Raises:
             ValueError: The numbers of batches differ.
@@ -149,12 +134,8 @@ class TrainingLengths(LoaderEnds):
 class EvaluationLengths(LoaderEnds):
     """Checks on one rank that ranks which are tied evaluate as many batches.
 
-    Args:
-        trainer: The trainer, set up to fit or to evaluate.
-        everyone: A gloo group of all ranks.
-        tied: The ranks that compute a forward together, each in one of the sequences.
-        tied_group: A gloo group of those that this rank computes with; None if it is alone.
-        runs_whole_steps: Whether each rank runs the steps of the module to their end.
+    Each sequence of ``tied`` has ranks that compute a forward together, and ``tied_group`` those of
+    this rank, unless it is alone.
     """
 
     def __init__(

@@ -19,12 +19,7 @@ _LIGHTNINGS = "combined_loader"
 
 
 def keep_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Adds the states of all replicas' training loaders. Collective: every rank must call it.
-
-    Args:
-        checkpoint: This rank's checkpoint, as Lightning has made it.
-        group: A gloo group of the data replicas, in their order.
-    """
+    """Adds the states of all replicas' training loaders. Collective: every rank must call it."""
     states: list[dict[str, Any]] | None = _loop_state(checkpoint).get(_LIGHTNINGS)
     everyone = gather_objects(states, group)
     if all(states and any(states) for states in everyone):  # elastic ones have empty states
@@ -32,13 +27,7 @@ def keep_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> 
 
 
 def take_loader_states(checkpoint: dict[str, Any], replica: int, num_replicas: int) -> None:
-    """Puts a replica's own states where Lightning looks for them.
-
-    Args:
-        checkpoint: The loaded checkpoint.
-        replica: Index of this rank's data replica.
-        num_replicas: Number of data replicas now.
-    """
+    """Puts a replica's own states where Lightning looks for them."""
     everyone = checkpoint.pop(_KEY, None)
     if everyone is None:
         return

@@ -17,24 +17,14 @@ from lightning_dist.engine.tensors.samples import SampleList
 
 
 class SampleLists:
-    """Marks batches with a tensor for each sample, for the pipeline to cut the list.
-
-    Args:
-        trainer: The trainer whose loaders the batches come from.
-    """
+    """Marks batches with a tensor for each sample, for the pipeline to cut the list."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._known: dict[tuple[str, int], bool] = {}
 
     def mark(self, batch: Any, step: str, dataloader_idx: int = 0) -> Any:
-        """Returns the batch, as a ``SampleList`` if it is a list with a tensor for each sample.
-
-        Args:
-            batch: The batch that the step is called with.
-            step: Name of the step.
-            dataloader_idx: Number of the loader.
-        """
+        """Returns the batch, as a ``SampleList`` if it is a list with a tensor for each sample."""
         if not _lists_tensors(batch):
             return batch
         loader = self._loader(step, dataloader_idx)

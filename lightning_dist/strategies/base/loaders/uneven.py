@@ -28,11 +28,7 @@ from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 
 
 class ProlongedLoader(LoaderProxy):
-    """Yields a loader's batches, and then its last batch again and again.
-
-    Args:
-        loader: A loader of known length, at least 1, whose public attributes are passed on.
-        length: Number of batches to yield, at least the loader's own.
+    """Yields the batches of a loader of known length, and then the last one again and again.
 
     Attributes:
         position: Place in the epoch of the batch that was yielded last.
@@ -75,13 +71,7 @@ class ProlongedLoader(LoaderProxy):
 
 
 class UnevenInputs:
-    """Knows which ranks have data for the batch at hand.
-
-    Args:
-        module: This rank's replica.
-        group: The replicas; a gloo group.
-        timeout: How long a rank waits for another.
-    """
+    """Knows which ranks have data for the batch at hand."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._module = module

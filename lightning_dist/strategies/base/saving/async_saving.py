@@ -27,12 +27,7 @@ from lightning_dist.strategies.base.saving.lonely_saves import note_lonely_save
 
 
 class AsyncSaving(DistributedStrategy):
-    """Base class; see the module's docstring.
-
-    Args:
-        async_save: Whether a thread writes the checkpoints.
-        arguments: Arguments of :class:`.DistributedStrategy`.
-    """
+    """Base class; see the module's docstring."""
 
     _saves: BackgroundSaves | None = None  # while a run has them
 
@@ -64,10 +59,7 @@ class AsyncSaving(DistributedStrategy):
     ) -> None:
         """Writes a state, or copies it and lets the thread write. Collective.
 
-        Args:
-            path: The checkpoint's path or URL, for messages.
-            state: A tree of tensors and other values.
-            write: Writes it with all ranks of a group; None for a single process.
+        ``write`` gets a group of all ranks, or None for a single process.
         """
         everyone = self.world_group if dist.is_initialized() else None
         saves = self._saves

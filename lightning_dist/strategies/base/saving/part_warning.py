@@ -46,11 +46,7 @@ class PartWarning:
 
 
 def warn_of_part(module: nn.Module) -> None:
-    """Makes a module of which this rank holds a part, and each such network in it, warn.
-
-    Args:
-        module: The user's module. It warns when its state dict is made, the first time.
-    """
+    """Makes a module of which this rank holds a part, and each such network in it, warn."""
     if _ATTRIBUTE not in vars(module):
         warning = PartWarning()
         for part in module.modules():

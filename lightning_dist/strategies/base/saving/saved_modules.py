@@ -24,12 +24,7 @@ _KEY = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 
 
 class SavedModule:
-    """A network among the hyperparameters, before it is changed.
-
-    Args:
-        network: The network.
-        names: Names of tensors in the LightningModule's state dict, by the tensors' ids.
-    """
+    """A network among the hyperparameters, before it is changed."""
 
     def __init__(self, network: nn.Module, names: Mapping[int, list[str]]) -> None:
         tensors = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
@@ -59,11 +54,7 @@ class SavedModule:
 
 
 class SavedModules:
-    """The networks among the hyperparameters of a module.
-
-    Args:
-        module: The user's module, as it was built.
-    """
+    """The networks among the hyperparameters of a module."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         own = {id(part) for part in module.modules()}
@@ -94,9 +85,7 @@ class SavedModules:
     def put_into(self, checkpoint: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a checkpoint whose hyperparameters have copies of the networks.
 
-        Args:
-            checkpoint: The checkpoint.
-            state: The whole state dict; empty if it is not at hand.
+        Their values are those of a whole state dict, which is empty if it is not at hand.
         """
 
         def replaced(network: nn.Module) -> nn.Module:
