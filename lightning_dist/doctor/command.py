@@ -29,7 +29,7 @@ from lightning_dist.doctor.meeting import GRACE_SECONDS, Meeting, group_check, j
 from lightning_dist.doctor.report import Report, Status, StoppedError, fail
 from lightning_dist.doctor.steps import step_check
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES
-from lightning_dist.strategies.base.launching.launcher import ScriptLauncher
+from lightning_dist.strategies.base.launcher import ScriptLauncher
 from lightning_dist.strategies.ddp import DDPStrategy
 from lightning_dist.strategies.fsdp import FSDPStrategy
 from lightning_dist.strategies.mesh import MeshStrategy

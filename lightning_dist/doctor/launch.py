@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.environments import (
 
 from lightning_dist.doctor.report import Result, StoppedError, fail, ok, warn
 from lightning_dist.engine.comms.meeting import launcher_serves
-from lightning_dist.strategies.base.launching.launch_checks import STARTED
+from lightning_dist.strategies.base.launcher import STARTED
 
 # As Lightning's Trainer asks them; the first that answers is taken.
 _LAUNCHERS: tuple[tuple[type[ClusterEnvironment], str], ...] = (

@@ -40,7 +40,7 @@ from lightning_dist.engine.comms.meeting import Meeting, launcher_serves, meet
 from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
-from lightning_dist.strategies.base.launching.launcher import ScriptLauncher
+from lightning_dist.strategies.base.launcher import ScriptLauncher
 
 
 class ProcessMesh(ParallelStrategy):

@@ -33,7 +33,11 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.engine.tensors.rng import first_ranks_numbers
+from lightning_dist.engine.splitting.cut import is_cut
+from lightning_dist.engine.splitting.tracing.split import is_traced
+from lightning_dist.engine.tensors.dtensor import is_dtensor
+from lightning_dist.engine.tensors.patch import Undo, replace_method
+from lightning_dist.engine.tensors.rng import first_ranks_numbers, random_state_kept
 from lightning_dist.strategies.base.callback_order import order_callbacks
 from lightning_dist.strategies.base.clipping import ClipGradNorm, clip_whole_gradient
 from lightning_dist.strategies.base.ending.stopping import (
@@ -42,7 +46,6 @@ from lightning_dist.strategies.base.ending.stopping import (
     stop_training_together,
 )
 from lightning_dist.strategies.base.lightning_loaders import resume_early_loader
-from lightning_dist.strategies.base.logged_graphs import log_graphs_of_whole
 from lightning_dist.strategies.base.model_checks import check_group_values
 from lightning_dist.strategies.base.saving.checkpointing import LayoutFreeCheckpoints
 from lightning_dist.strategies.base.saving.saved_modules import saved_modules_of
@@ -93,7 +96,7 @@ class RunSetup(LayoutFreeCheckpoints):
         self.check_run(trainer)
         saved_modules_of(self.module).restore(self.module)
         if not self.has_plain_state:
-            self._undo += log_graphs_of_whole(trainer)
+            self._undo += _log_graphs_of_whole(trainer)
         self.place_model(trainer)
         self._is_laid_out = True
 
@@ -269,3 +272,24 @@ class RunSetup(LayoutFreeCheckpoints):
                 yield
         finally:
             self.module.example_input_array = example
+
+
+def _log_graphs_of_whole(trainer: pl.Trainer) -> tuple[Undo, ...]:
+    """Logs the model's graph, as ``TensorBoardLogger(log_graph=True)`` does, while it is whole.
+
+    Lightning asks loggers behind the strategy's setup, on rank 0 alone, which cannot run a part or
+    shards. Its own call is left out until the returned functions are called. A module without
+    values, whose construction is deferred, has no graph to run. Nor has one that an earlier run has
+    left in parts.
+    """
+    module = trainer.lightning_module
+    tensors = (*module.parameters(), *module.buffers())
+    has_values = not any(tensor.is_meta or is_dtensor(tensor) for tensor in tensors)
+    is_whole = not (is_cut(module) or is_traced(module))
+    if has_values and is_whole and trainer.is_global_zero and trainer.enable_autolog_hparams:
+        with random_state_kept(_CPU):  # ranks draw alike
+            for logger in trainer.loggers:
+                logger.log_graph(module)
+    return tuple(
+        replace_method(logger, "log_graph", lambda *_, **__: None) for logger in trainer.loggers
+    )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_dist.strategies.base.ending.signal_handlers import SIGTERM_EXIT_CODE
-from lightning_dist.strategies.base.launching.launcher import ChildProcessObserver
+from lightning_dist.strategies.base.launcher import ChildProcessObserver
 
 PATIENCE_SECONDS = 0.3
 

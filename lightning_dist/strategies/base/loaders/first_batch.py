@@ -21,8 +21,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_dist.strategies.base import lightning_loaders
-from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
+from lightning_dist.strategies.base.lightning_loaders import LoaderProxy, request_loaders
 from lightning_dist.strategies.base.loaders.sample_lists import mark_first
 
 
@@ -75,7 +74,7 @@ class ResumedLoader(LoaderProxy):
 
 def read_first_batch(trainer: pl.Trainer, begun: BegunLoaders) -> tuple[Any, int] | None:
     """Returns the first collated batch of a run, and its number of loaders; None without one."""
-    found = lightning_loaders.request_loaders(trainer)
+    found = request_loaders(trainer)
     if found is None:
         return None
     loaders, mode = found

@@ -8,11 +8,13 @@ each instant the last whole checkpoint is there, and where ``ckpt_path="last"`` 
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -23,7 +25,6 @@ from lightning_dist.engine.checkpoint.background import BackgroundSaves
 from lightning_dist.engine.checkpoint.joint_save import JointSave
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.distributed import DistributedStrategy
-from lightning_dist.strategies.base.saving.lonely_saves import note_lonely_save
 
 
 class AsyncSaving(DistributedStrategy):
@@ -52,7 +53,7 @@ class AsyncSaving(DistributedStrategy):
     @override
     def annotate(self, exception: BaseException) -> None:
         super().annotate(exception)
-        note_lonely_save(exception)
+        _note_lonely_save(exception)
 
     def write_state(
         self, path: str, state: Any, write: Callable[[dist.ProcessGroup | None, Any], None]
@@ -123,3 +124,22 @@ class AsyncSaving(DistributedStrategy):
             if not is_raising:
                 raise
             rank_zero_warn(str(error))  # raised, it would hide the error that has ended the run
+
+
+def _note_lonely_save(error: BaseException) -> None:
+    """Adds advice to the error of a collective inside of ``trainer.save_checkpoint``.
+
+    gloo's own error does not say what was waited for. Its text differs by rank, so the traceback is
+    looked at.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    codes = [frame.f_code for frame in frames]
+    save = pl.Trainer.save_checkpoint.__code__
+    if save not in codes or not isinstance(error, RuntimeError):
+        return
+    modules = [frame.f_globals.get("__name__", "") for frame in frames[codes.index(save) :]]
+    if any(module.startswith("torch.distributed.") for module in modules):
+        error.add_note(
+            "This rank was waiting for the others in `trainer.save_checkpoint`, which all ranks"
+            " must call: do so without `if trainer.is_global_zero` around it."
+        )

@@ -44,7 +44,7 @@ from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names,
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor
 from lightning_dist.engine.tensors.tree import map_tensors
-from lightning_dist.strategies.base.loaders.loader_states import (
+from lightning_dist.strategies.base.loaders.replica_loaders import (
     keep_loader_states,
     take_loader_states,
 )

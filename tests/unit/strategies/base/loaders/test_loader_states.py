@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dist.strategies.base.loaders.loader_states import take_loader_states
+from lightning_dist.strategies.base.loaders.replica_loaders import take_loader_states
 
 
 def saved(*states: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import pytest
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lightning_dist.strategies.base.launching.launch_checks import STARTED, check_launch
+from lightning_dist.strategies.base.launcher import STARTED, check_launch
 
 PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
