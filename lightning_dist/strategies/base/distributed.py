@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -43,10 +43,7 @@ from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, repli
 from lightning_dist.engine.precision.overflow import AllReducedOverflow, Overflow
 from lightning_dist.engine.tensors.rng import seed_all, share_random_state
 from lightning_dist.strategies.base import lightning_internals, lightning_loaders
-from lightning_dist.strategies.base.callback_order import (
-    add_first_callback,
-    mute_checkpoints,
-)
+from lightning_dist.strategies.base.callback_order import add_first_callback, mute_checkpoints
 from lightning_dist.strategies.base.ending.run_guard import RunGuard
 from lightning_dist.strategies.base.loaders.replica_loaders import ReplicaLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
@@ -96,14 +93,6 @@ class RunArguments(TypedDict, total=False):
     precision_plugin: Precision | None
 
 
-def _check_names(strategy: type[ProcessMesh], arguments: Iterable[str]) -> None:
-    """Checks what is left of a strategy's arguments, in the name of the user's class."""
-    for name in arguments:
-        if name not in RunArguments.__annotations__:
-            known = [*inspect.signature(strategy).parameters, *RunArguments.__annotations__]
-            raise TypeError(f"{strategy.__name__} has no argument {name!r}.{nearest(name, known)}")
-
-
 class DistributedStrategy(ProcessMesh):
     """Base class; see the module's docstring.
 
@@ -120,7 +109,11 @@ class DistributedStrategy(ProcessMesh):
         check_environment: EnvironmentCheck = "warn",
         **arguments: Any,
     ) -> None:
-        _check_names(type(self), arguments)
+        for name in arguments:
+            if name not in RunArguments.__annotations__:
+                kind = type(self)
+                known = [*inspect.signature(kind).parameters, *RunArguments.__annotations__]
+                raise TypeError(f"{kind.__name__} has no argument {name!r}.{nearest(name, known)}")
         super().__init__(**arguments)
         if read not in get_args(Read):
             raise ValueError(f"read={read!r} must be one of {get_args(Read)}.")
@@ -240,11 +233,8 @@ class DistributedStrategy(ProcessMesh):
 
     def view(self) -> RankView:
         """Returns what callbacks see of this rank, from ``setup_environment`` on."""
-
-        def group_of_all(purpose: str) -> dist.ProcessGroup:
-            return self.group(*self.mesh.sizes, purpose=purpose)
-
-        return RankView(self.mesh, group_of_all, self.predict_memory)
+        axes = tuple(self.mesh.sizes)
+        return RankView(self.mesh, lambda p: self.group(*axes, purpose=p), self.predict_memory)
 
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:
         """Returns the planner's prediction of this rank's memory; None without a formula."""
@@ -286,7 +276,7 @@ class DistributedStrategy(ProcessMesh):
         super().setup_precision_plugin()
         half = half_precision_of(self.precision_plugin)
         if half is not None and half.loss_scale is not None:
-            half.agree_by(self.overflow())
+            half.overflow = self.overflow()
 
     def overflow(self) -> Overflow:
         """Creates the vote on skipping a step. Collective: every rank must call it."""

@@ -38,12 +38,15 @@ class HalfPrecisionPlugin(Precision):
     Args:
         half: The parts of a model that compute in half precision.
         loss_scale: The loss scale of fp16; None scales nothing and skips no step.
+
+    Attributes:
+        overflow: The vote on skipping a step.
     """
 
     def __init__(self, half: HalfPrecision, loss_scale: LossScale | None = None) -> None:
         self.half = half
         self.loss_scale = loss_scale
-        self._overflow: Overflow = LocalOverflow()
+        self.overflow: Overflow = LocalOverflow()
         self._shards_cast = False
         self._stages: Layers | None = None
         self._divides = True
@@ -74,10 +77,6 @@ class HalfPrecisionPlugin(Precision):
         self._find_cast_here()
         return HalfWeights(lambda p: self.half.dtype if p in self._own else p.dtype, is_in_graph)
 
-    def agree_by(self, overflow: Overflow) -> None:
-        """Sets the vote on skipping a step."""
-        self._overflow = overflow
-
     def scale_of_next_batch(self) -> float:
         """Returns the factor of the next batch's loss, which is the same on all ranks."""
         self.settle()
@@ -92,7 +91,7 @@ class HalfPrecisionPlugin(Precision):
     def settle(self) -> None:
         """Updates the loss scale by the outcomes of the steps that are known so far."""
         if self.loss_scale is not None:
-            for overflowed in self._overflow.outcomes():
+            for overflowed in self.overflow.outcomes():
                 self.loss_scale.end_step(overflowed=overflowed)
 
     # --- the model ---------------------------------------------------------------------------
@@ -153,7 +152,7 @@ class HalfPrecisionPlugin(Precision):
             layer.compute_dtypes = {}
         self._casts, self._stages, self._shards_cast = None, None, False
         self._parameters, self._own, self._cast_here, self._copies = {}, frozenset(), (), {}
-        self._divides, self._overflow = True, LocalOverflow()
+        self._divides, self.overflow = True, LocalOverflow()
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -198,7 +197,7 @@ class HalfPrecisionPlugin(Precision):
         if result is None:
             return None  # `training_step` has asked to skip the batch
         gradients = self._divided_gradients(optimizer)
-        is_left_out = self._overflow.decide(gradients)
+        is_left_out = self.overflow.decide(gradients)
         lightning_internals.between_backward_and_step(self, model, optimizer)
         if is_left_out:
             # Its LR scheduler would complain otherwise.

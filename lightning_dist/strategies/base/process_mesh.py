@@ -155,19 +155,16 @@ class ProcessMesh(ParallelStrategy):
             asked = environment.world_size()
         lightning_internals.set_rank_of_rank_zero_functions(self.global_rank)
         with brief_mistakes():
-            self._check_launched_world(asked)
+            if dist.is_initialized() and dist.get_world_size() != asked:
+                raise ValueError(
+                    f"This Trainer asks for a world size of {asked}, but the script runs in"
+                    f" {dist.get_world_size()} processes, which an earlier Trainer has started."
+                    " Give all Trainers of a script the same `devices` and `num_nodes`, or each a"
+                    " script of its own."
+                )
             if self._backend is not None:
                 check_backend(self._backend, self.root_device.type)
             self._mesh = self.mesh_shape(asked)
-
-    def _check_launched_world(self, asked: int) -> None:
-        if dist.is_initialized() and dist.get_world_size() != asked:
-            raise ValueError(
-                f"This Trainer asks for a world size of {asked}, but the script runs in"
-                f" {dist.get_world_size()} processes, which an earlier Trainer has started. Give"
-                " all Trainers of a script the same `devices` and `num_nodes`, or each a script of"
-                " its own."
-            )
 
     @override
     def _configure_launcher(self) -> None:
@@ -274,7 +271,8 @@ class ProcessMesh(ParallelStrategy):
         """
         self._has_begun = False
         if failed:
-            never_destroy(self.process_groups)
+            mesh = [] if self._device_mesh is None else self._device_mesh.get_all_groups()
+            never_destroy([*self._groups.values(), *mesh, dist.group.WORLD])
             # A single rank leaves no other rank behind in the middle of a collective.
             if self._device_mesh is not None and self.world_size > 1:
                 pool_of_world().forget_mesh(self._device_mesh)
@@ -284,7 +282,7 @@ class ProcessMesh(ParallelStrategy):
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        """All ranks; a gloo group, as the next two."""
+        """All ranks; a gloo group, as the next."""
         return self.group(*self.mesh.sizes)
 
     @property
@@ -298,20 +296,9 @@ class ProcessMesh(ParallelStrategy):
         return DATA_AXES
 
     @property
-    def stage_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same layers."""
-        return self.group(*self.stage_axes)
-
-    @property
     def stage_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold the same layers."""
         return tuple(self.mesh.sizes) if self.mesh.pp == 1 else (*DATA_AXES, "tp")
-
-    @property
-    def process_groups(self) -> list[dist.ProcessGroup | None]:
-        """All groups that this strategy has created."""
-        mesh = [] if self._device_mesh is None else self._device_mesh.get_all_groups()
-        return [*self._groups.values(), *mesh, dist.group.WORLD]
 
     @property
     def mesh_of_ranks(self) -> DeviceMesh:

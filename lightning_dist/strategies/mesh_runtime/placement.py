@@ -281,7 +281,7 @@ class ShardedPlacement(LocalReplicas):
             return StagedModule(composed, None, config, statistics)
         # Replicas that never average a gradient need not run the same units.
         meets = self._local_config.averages_gradients
-        training_group = self.stage_group if meets else self.group("dp_shard", "tp")
+        training_group = self.group(*self.stage_axes) if meets else self.group("dp_shard", "tp")
         units = UnitAgreement(
             self.module,
             composed.units,

@@ -183,7 +183,7 @@ def attempt(module: Any, loaders: str) -> str:
     ("module", "loaders", "message"),
     [
         (Classifier, "none", r"\[0, 1\] batches. Each must"),
-        (Classifier, "endless", r"\[None, None\] batches, where None is a loader without"),
+        (Classifier, "endless", r"\[None, None\] batches. Each must have a length"),
         (Classifier, "continued", r"loaders of ranks \[0, 1\] have a `load_state_dict`"),
         (Classifier, "two", "one training loader, not a dict"),
         (Manual, "one", "automatic_optimization=False"),

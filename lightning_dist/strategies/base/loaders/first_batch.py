@@ -31,8 +31,8 @@ class BegunLoaders:
     def __init__(self) -> None:
         self._begun: list[tuple[object, Iterator[Any]]] = []
 
-    def first_of(self, loader: Any) -> Iterator[Any]:
-        """Yields the first batch of a loader, if it has one."""
+    def first_of(self, loader: Any) -> list[Any]:
+        """Returns the first batch of a loader, if it has one."""
         if _is_there_once(loader):
             iterator = iter(loader)
             first = list(islice(iterator, 1))
@@ -41,7 +41,7 @@ class BegunLoaders:
             with _own_generators_kept(loader):
                 # A copy, for a loader keeps the iterator whose workers are persistent.
                 first = list(islice(iter(copy.copy(loader)), 1))
-        yield from first
+        return first
 
     def resume(self, loader: object) -> object:
         """Returns the loader to read in the place of another, which may have been begun."""
@@ -80,25 +80,11 @@ def read_first_batch(trainer: pl.Trainer, begun: BegunLoaders) -> tuple[Any, int
     loaders, mode = found
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
     combined = copy.copy(combined)
-    combined.flattened = [_FirstOnly(loader, begun) for loader in combined.flattened]
+    combined.flattened = [begun.first_of(loader) for loader in combined.flattened]
     combined.limits = None
     for batch, _, _ in combined:
         return mark_first(batch, loaders), len(combined.flattened)
     return None
-
-
-class _FirstOnly:
-    """A loader of which nothing but the first batch is read."""
-
-    def __init__(self, loader: object, begun: BegunLoaders) -> None:
-        self._loader = loader
-        self._begun = begun
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._begun.first_of(self._loader)
-
-    def __len__(self) -> int:
-        return 1
 
 
 def _is_there_once(loader: Any) -> bool:

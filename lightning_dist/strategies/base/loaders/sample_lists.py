@@ -27,12 +27,9 @@ class SampleLists:
         """Returns the batch, as a ``SampleList`` if it is a list with a tensor for each sample."""
         if not _lists_tensors(batch):
             return batch
-        loader = self._loader(step, dataloader_idx)
-        if _collates_by_default(loader):
-            return batch
-        key = (step, dataloader_idx)
+        key, loader = (step, dataloader_idx), self._loader(step, dataloader_idx)
         if key not in self._known:
-            found = has_tensor_per_sample(batch, _batch_size_of(loader))
+            found = _has_tensor_per_sample(batch, loader)
             if found is None:
                 return batch
             self._known[key] = found
@@ -52,9 +49,8 @@ class SampleLists:
 
 def mark_first(batch: Any, loader: object) -> Any:
     """Returns a loader's first batch, as :meth:`SampleLists.mark` does later ones."""
-    if not _lists_tensors(batch) or _collates_by_default(loader):
-        return batch
-    return SampleList(batch) if has_tensor_per_sample(batch, _batch_size_of(loader)) else batch
+    has_samples = _lists_tensors(batch) and _has_tensor_per_sample(batch, loader)
+    return SampleList(batch) if has_samples else batch
 
 
 def _lists_tensors(batch: Any) -> bool:
@@ -62,16 +58,13 @@ def _lists_tensors(batch: Any) -> bool:
     return is_list and all(isinstance(entry, Tensor) and entry.ndim > 0 for entry in batch)
 
 
-def _collates_by_default(loader: object) -> bool:
-    return getattr(loader, "collate_fn", default_collate) is default_collate
-
-
-def _batch_size_of(loader: Any) -> int | None:
-    """Returns the number of samples in a whole batch, of the loader or its batch sampler."""
+def _has_tensor_per_sample(batch: list[Tensor], loader: object) -> bool | None:
+    if getattr(loader, "collate_fn", default_collate) is default_collate:
+        return False
     size: int | None = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size
+    return has_tensor_per_sample(batch, size)
 
 
 def has_tensor_per_sample(batch: list[Tensor], batch_size: int | None) -> bool | None:

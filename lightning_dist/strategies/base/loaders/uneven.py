@@ -71,27 +71,22 @@ class ProlongedLoader(LoaderProxy):
 
 
 class UnevenInputs:
-    """Knows which ranks have data for the batch at hand."""
+    """Knows which ranks have data for the batch at hand.
+
+    Attributes:
+        loader: The training loader, once it is known.
+        step_group: While a step runs, a group of the ranks that have data for it.
+    """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._module = module
         self._group = group
         self._timeout = timeout
-        self._loader: ProlongedLoader | None = None
+        self.loader: ProlongedLoader | None = None
+        self.step_group: dist.ProcessGroup | None = None
         self._lengths: list[int] = []
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._step_group: dist.ProcessGroup | None = None
         self._scaling: RemovableHandle | None = None
-
-    @property
-    def loader(self) -> ProlongedLoader | None:
-        """The training loader, once it is known."""
-        return self._loader
-
-    @property
-    def step_group(self) -> dist.ProcessGroup | None:
-        """While a step runs, a group of the ranks that have data for it; None otherwise."""
-        return self._step_group
 
     def prolong(self, loader: Any) -> ProlongedLoader:
         """Makes the training loader as long as the longest. Collective: every rank must call it.
@@ -102,7 +97,13 @@ class UnevenInputs:
         own = sized_len(loader), hasattr(loader, "load_state_dict")
         everyone = gather_objects(own, self._group)
         lengths = [length for length, _ in everyone]
-        _check_lengths(lengths)
+        if None in lengths or 0 in lengths:
+            raise ValueError(
+                f"uneven_inputs=True: the ranks' training loaders have {lengths} batches. Each must"
+                " have a length (not None) of at least 1: an epoch is as long as the longest, and"
+                " hooks see a rank's last batch again beside the others' further ones. Share the"
+                " samples out otherwise, or train on fewer ranks."
+            )
         with_state = [rank for rank, (_, has_state) in enumerate(everyone) if has_state]
         if with_state:
             raise ValueError(
@@ -117,16 +118,16 @@ class UnevenInputs:
             if ranks not in self._groups:
                 places = [dist.get_global_rank(self._group, rank) for rank in ranks]
                 self._groups[ranks] = dist.new_group(places, backend="gloo", timeout=self._timeout)
-        self._loader = ProlongedLoader(loader, max(self._lengths))
-        return self._loader
+        self.loader = ProlongedLoader(loader, max(lengths))
+        return self.loader
 
     def _present_at(self, position: int) -> tuple[int, ...]:
         return tuple(rank for rank, length in enumerate(self._lengths) if position < length)
 
     @property
     def _present(self) -> tuple[int, ...]:
-        assert self._loader is not None
-        return self._present_at(self._loader.position)
+        assert self.loader is not None
+        return self._present_at(self.loader.position)
 
     def begin_backward(self, loss: Tensor) -> None:
         """Scales the gradients of a loss: means over all ranks become those of ranks with data."""
@@ -147,14 +148,14 @@ class UnevenInputs:
         **keywords: Any,
     ) -> Any:
         """Runs a training step, or an empty one if this rank has no data for it."""
-        assert self._loader is not None
-        if not self._loader.has_own_batch:
+        assert self.loader is not None
+        if not self.loader.has_own_batch:
             return ddp(self._zero_loss)
-        self._step_group = self._groups[self._present]
+        self.step_group = self._groups[self._present]
         try:
             return ddp(step, *arguments, **keywords)
         finally:
-            self._step_group = None
+            self.step_group = None
 
     def _zero_loss(self) -> Tensor:
         return zero_loss([p for p in self._module.parameters() if p.requires_grad])
@@ -167,18 +168,4 @@ class UnevenInputs:
             for group in self._groups.values():
                 dist.destroy_process_group(group)
         self._groups = {}
-        self._loader = None
-
-
-def _check_lengths(lengths: list[int | None]) -> None:
-    if None in lengths:
-        raise ValueError(
-            f"uneven_inputs=True: the ranks' training loaders have {lengths} batches, where None is"
-            " a loader without a length. Each must have one: an epoch is as long as the longest."
-        )
-    if 0 in lengths:
-        raise ValueError(
-            f"uneven_inputs=True: the ranks' training loaders have {lengths} batches. Each must"
-            " have at least one: its last one is what hooks see beside the others' further batches."
-            " Share the samples out otherwise, or train on fewer ranks."
-        )
+        self.loader = None
