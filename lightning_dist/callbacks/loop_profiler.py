@@ -47,7 +47,6 @@ class LoopProfiler(Profiler):
         self.batch = 0
         self._recorder = recorder
         self._records_steps = records_steps
-        self._known: dict[str, _Event | None] = {}
         self._begun: dict[_Event, Any] = {}
         self._phases: list[tuple[PhaseKind, Any, Any]] = []
         self._named: dict[_Event, ExitStack] = {}
@@ -100,11 +99,6 @@ class LoopProfiler(Profiler):
         return tuple(Phase(rank, kind, seconds(a), seconds(b)) for kind, a, b in phases)
 
     def _event(self, name: str) -> _Event | None:
-        if name not in self._known:
-            self._known[name] = self._find(name)
-        return self._known[name]
-
-    def _find(self, name: str) -> _Event | None:
         if name.endswith("train_dataloader_next") or name.endswith(".batch_to_device"):
             return PhaseKind.DATA_LOADING
         if name == "save_checkpoint":

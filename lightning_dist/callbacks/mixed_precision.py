@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.precision.gradient_range import Ranges, merge
 from lightning_dist.engine.precision.loss_scale import LossScale
 from lightning_dist.engine.precision.policy import HalfPrecision
@@ -72,10 +73,8 @@ class MixedPrecision(pl.Callback):
         self._scale = _make_scale(compute, loss_scale, initial_scale, growth_interval)
         self._plugin = HalfPrecisionPlugin(self._half, self._scale)
         self._replaced: Precision | None = None
-        if log_layers_every_n_steps is not None and log_layers_every_n_steps < 1:
-            raise ValueError(
-                f"log_layers_every_n_steps={log_layers_every_n_steps} must be at least 1, or None."
-            )
+        if log_layers_every_n_steps is not None:
+            check_count("log_layers_every_n_steps", log_layers_every_n_steps, instead="None")
         self._every_n_steps = log_layers_every_n_steps
         self._num_steps = 0
         self._own_ranges: Ranges = {}

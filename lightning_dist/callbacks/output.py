@@ -61,42 +61,36 @@ class Media:
     """Shows pictures, tables and pages in the loggers of a run, on rank 0."""
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
-        self._wandb: list[WandbLogger] = []
-        self._boards: list[TensorBoardLogger] = []
-        self._mlflow: list[MLFlowLogger] = []
-        for logger in loggers:
-            if isinstance(logger, WandbLogger):
-                self._wandb.append(logger)
-            elif isinstance(logger, TensorBoardLogger):
-                self._boards.append(logger)
-            elif isinstance(logger, MLFlowLogger):
-                self._mlflow.append(logger)
+        self._loggers = tuple(loggers)
 
     @property
     def shows_pictures(self) -> bool:
         """Whether any of the loggers shows pictures."""
-        return bool(self._wandb or self._boards or self._mlflow)
+        kinds = (WandbLogger, TensorBoardLogger, MLFlowLogger)
+        return any(isinstance(logger, kinds) for logger in self._loggers)
 
     def show_figure(self, name: str, figure: Figure, step: int) -> None:
         """Shows a picture."""
-        for wandb in self._wandb:
-            wandb.log_image(name, [_pixels(figure)])
-        for board in self._boards:
-            board.experiment.add_figure(name, figure, step, close=False)
-        for mlflow in self._mlflow:
-            mlflow.experiment.log_figure(mlflow.run_id, figure, f"{name}/{step}.png")
+        for logger in self._loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image(name, [_pixels(figure)])
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure(name, figure, step, close=False)
+            elif isinstance(logger, MLFlowLogger):
+                logger.experiment.log_figure(logger.run_id, figure, f"{name}/{step}.png")
 
     def show_table(self, name: str, table: Table, step: int) -> None:
         """Shows a table, whose cells are texts."""
         headings = [heading or f"column {i}" for i, heading in enumerate(table.headings)]
-        for wandb in self._wandb:
-            wandb.log_table(name, columns=headings, data=[list(row) for row in table.rows])
         lines = [headings, ["---"] * len(headings), *table.rows]
         text = "\n".join(" | ".join(line) for line in lines)
-        for board in self._boards:
-            board.experiment.add_text(name, text, step)
-        for mlflow in self._mlflow:
-            mlflow.experiment.log_text(mlflow.run_id, text, f"{name}/{step}.md")
+        for logger in self._loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_table(name, columns=headings, data=[list(row) for row in table.rows])
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text(name, text, step)
+            elif isinstance(logger, MLFlowLogger):
+                logger.experiment.log_text(logger.run_id, text, f"{name}/{step}.md")
 
     def show_timeline(self, name: str, timeline: Timeline) -> None:
         """Shows the newest spans as a table of numbers, which W&B can sort and plot."""
@@ -106,18 +100,19 @@ class Media:
             [s.rank, s.kind.value, str(s.action), s.start_seconds * 1e3, s.duration_seconds * 1e3]
             for s in spans[-_MOST_SPANS:]
         ]
-        for wandb in self._wandb:
-            wandb.log_table(name, columns=headings, data=rows)
+        for logger in self._loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_table(name, columns=headings, data=rows)
 
     def show_page(self, name: str, path: Path) -> None:
         """Shows an HTML page; TensorBoard has no place for one."""
-        if self._wandb:
-            from wandb import Html
+        for logger in self._loggers:
+            if isinstance(logger, WandbLogger):
+                from wandb import Html
 
-            for wandb in self._wandb:
-                wandb.experiment.log({name: Html(str(path))})
-        for mlflow in self._mlflow:
-            mlflow.experiment.log_artifact(mlflow.run_id, str(path), name)
+                logger.experiment.log({name: Html(str(path))})
+            elif isinstance(logger, MLFlowLogger):
+                logger.experiment.log_artifact(logger.run_id, str(path), name)
 
 
 def _pixels(figure: Figure) -> Any:
@@ -150,14 +145,11 @@ def publish(report: ProfileReport, directory: Path, loggers: Iterable[Logger]) -
         written.append(directory / f"{_NAME}.html")
         write_page(report, written[-1])
         media.show_page("profile/page", written[-1])
-    print_tables(tables.values(), f"Profile: {', '.join(map(str, written))}", *_missing())
-
-
-def _missing() -> list[str]:
+    conclusions = [f"Profile: {', '.join(map(str, written))}"]
     missing = [name for name in ("matplotlib", "plotly") if find_spec(name) is None]
-    if not missing:
-        return []
-    return [
-        f"Without {' and '.join(missing)} some pictures are missing: pip install"
-        " 'lightning-dist[plots]'."
-    ]
+    if missing:
+        conclusions.append(
+            f"Without {' and '.join(missing)} some pictures are missing: pip install"
+            " 'lightning-dist[plots]'."
+        )
+    print_tables(tables.values(), *conclusions)

@@ -47,19 +47,6 @@ def print_balance(
         media.show_table(f"balance/{name}", table, step)
 
 
-def draw_balance(
-    balance: Balance, directory: str | None, loggers: Sequence[Logger], step: int
-) -> None:
-    """Draws a balance to a directory or for loggers, if there are any, and matplotlib."""
-    media = Media(loggers)
-    if find_spec("matplotlib") is None or not (directory or media.shows_pictures):
-        return
-    path = None if directory is None else Path(directory) / "stage_balance.png"
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    media.show_figure("balance/picture", plot_balance(balance, path), step)
-
-
 class StageBalancer(pl.Callback):
     """Reports how well the stages of a pipeline are balanced, one of a mesh too.
 
@@ -186,13 +173,8 @@ class StageBalancer(pl.Callback):
         module.log_dict(_metrics_of(balance), batch_size=1)
         if trainer.is_global_zero:
             conclusion, is_balanced = self._conclude(balance), balance.gain < self._min_gain
-            print_balance(
-                balance,
-                conclusion,
-                trainer.loggers,
-                self._num_batches,
-                print_tables=not is_balanced,
-            )
+            step, loggers = self._num_batches, trainer.loggers
+            print_balance(balance, conclusion, loggers, step, print_tables=not is_balanced)
         if self._moves_layers and balance.gain >= self._min_gain:
             self._move(trainer, module, balance.better_cut)
 
@@ -201,9 +183,8 @@ class StageBalancer(pl.Callback):
         assert layers is not None, "checked before"
         done = layers.repartition(cut)
         seconds = trainer.strategy.broadcast(done.seconds)
-        moved = float(len(done.moves))
-        metrics = {"balance/moved_layers": moved, "balance/move_seconds": seconds}
-        module.log_dict(metrics, batch_size=1)
+        module.log("balance/moved_layers", float(len(done.moves)), batch_size=1)
+        module.log("balance/move_seconds", seconds, batch_size=1)
 
     def _compare(self, pipeline: Pipeline, costs: StepCosts, measured: float) -> Balance:
         shape, cap_bytes = pipeline.shape, self._memory_cap_bytes
@@ -235,8 +216,14 @@ class StageBalancer(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         directory = trainer.log_dir if trainer.loggers else None  # all ranks must ask for it
-        if trainer.is_global_zero and self._balance is not None:
-            draw_balance(self._balance, directory, trainer.loggers, self._num_batches)
+        media, balance = Media(trainer.loggers), self._balance
+        can_draw = find_spec("matplotlib") is not None and (directory or media.shows_pictures)
+        if balance is None or not can_draw or not trainer.is_global_zero:
+            return
+        path = None if directory is None else Path(directory) / "stage_balance.png"
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        media.show_figure("balance/picture", plot_balance(balance, path), self._num_batches)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -146,7 +146,7 @@ class RunSetup(LayoutFreeCheckpoints):
                 on_train_end=self.end_training,
                 on_train_epoch_start=self.begin_epoch,
             ),
-            stop_training_together(trainer, self.joint_decision, post=self.guard.post_vote),
+            stop_training_together(trainer, self.joint_decision, post=self.guard.stop.post),
         )
 
     def connect_evaluation(self, trainer: pl.Trainer) -> None:

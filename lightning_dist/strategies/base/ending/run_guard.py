@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_dist.engine.comms.failures.heartbeat import Notice, Rhythm, Standstill
 from lightning_dist.engine.comms.failures.peer_failure import Failure, FailureRing, exit_after_grace
 from lightning_dist.engine.comms.store_notes import RankNotes
-from lightning_dist.engine.comms.votes import Posted, StopAgreement, StopReason
+from lightning_dist.engine.comms.votes import StopAgreement, StopReason
 from lightning_dist.engine.tensors.patch import Undo
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.ending.brief_errors import show_briefly
@@ -52,6 +52,10 @@ class RunGuard:
     time out. ``interrupt`` raises an error in the main thread, where it waits for another rank.
     ``steps_are_local`` says whether an exception in a step leaves no other rank inside of it, and
     ``outlives`` whether this rank goes on behind another one's failure.
+
+    Attributes:
+        stop: This rank's part in the decision to stop.
+        is_leaving: Whether an exception ends the run on this rank.
     """
 
     def __init__(
@@ -79,22 +83,23 @@ class RunGuard:
         self._own_failure: Failure | None = None
         self._peers_failure: Failure | None = None
         self._have_all_failed = False
-        self._is_leaving = False
+        self.is_leaving = False
         self._has_stopped = False
         self._has_boundaries = False
         self._file_work = ""
-        self._stop = stop
-        terminate = partial(self._stop.request, StopReason.TERMINATE)
+        self.stop = stop
+        terminate = partial(self.stop.request, StopReason.TERMINATE)
         if is_stop_due:
             terminate()
         self._requeue: Callable[[], None] | None = None
         self._undo_signals: tuple[Undo, ...] = ()
-        self._flags = [FlagHandler(trainer, signal.SIGTERM, terminate)]
+        self._handlers: list[FlagHandler | InterruptHandler] = []
+        self._handlers.append(FlagHandler(trainer, signal.SIGTERM, terminate))
         requeues = requeue_signal(trainer)
         if requeues is not None and signal.getsignal(requeues) is signal.SIG_DFL:
-            ask = partial(self._stop.request, StopReason.REQUEUE)
-            self._flags.append(FlagHandler(trainer, requeues, ask))  # Lightning adds none to it
-        self._sigint = InterruptHandler(trainer, self._interrupt_at_boundary)
+            ask = partial(self.stop.request, StopReason.REQUEUE)
+            self._handlers.append(FlagHandler(trainer, requeues, ask))  # Lightning adds none to it
+        self._handlers.append(InterruptHandler(trainer, self._interrupt_at_boundary))
         self._ring: FailureRing | None = None
         if dist.get_world_size() > 1:
             self._ring = FailureRing(
@@ -112,7 +117,7 @@ class RunGuard:
     @property
     def is_stop_due(self) -> bool:
         """Whether this rank was asked to stop when no batch boundary was left."""
-        return self._stop.requested is StopReason.TERMINATE and not self._has_stopped
+        return self.stop.requested is StopReason.TERMINATE and not self._has_stopped
 
     def stop_if_agreed(self) -> None:
         """Combines the ranks' requests to stop. Collective, once before each batch.
@@ -126,10 +131,10 @@ class RunGuard:
         """
         self.check_peers()
         self._has_boundaries = True
-        reason = self._stop.at_boundary()
+        reason = self.stop.at_boundary()
         if reason is StopReason.REQUEUE:
             assert self._requeue is not None
-            self._stop.go_on()
+            self.stop.go_on()
             self._requeue()  # SLURM ends the job when it sees fit
             return
         self._has_stopped = reason is not StopReason.NONE
@@ -139,18 +144,10 @@ class RunGuard:
         if reason is StopReason.INTERRUPT:
             raise KeyboardInterrupt
 
-    def post_vote(self, vote: int) -> Posted:
-        """Posts a vote with this rank's request at the next batch boundary. Collective.
-
-        Returns:
-            The pending sum of all ranks' votes, as the first element.
-        """
-        return self._stop.post(vote)
-
     def _interrupt_at_boundary(self) -> bool:
-        if not self._has_boundaries or self._is_leaving:
+        if not self._has_boundaries or self.is_leaving:
             return False
-        self._stop.request(StopReason.INTERRUPT)
+        self.stop.request(StopReason.INTERRUPT)
         return True
 
     def connect_signals(
@@ -166,7 +163,7 @@ class RunGuard:
             before_reading()
 
         undo_sigterm = lightning_internals.replace_sigterm_protocol(self._trainer, before_batch)
-        ask = partial(self._stop.request, StopReason.REQUEUE)
+        ask = partial(self.stop.request, StopReason.REQUEUE)
         self._requeue, undo_requeue = lightning_internals.replace_requeue(
             self._trainer, ask, finish_save
         )
@@ -179,11 +176,6 @@ class RunGuard:
         """Whether no rank is known to have failed."""
         return not self._failed.is_set()
 
-    @property
-    def is_leaving(self) -> bool:
-        """Whether an exception ends the run on this rank."""
-        return self._is_leaving
-
     def check_peers(self) -> None:
         """Raises another rank's failure on a rank that was not waiting when the failure came.
 
@@ -191,12 +183,12 @@ class RunGuard:
             ValueError: Another rank has raised one, for a mistake of the user's.
             RankFailedError: Another rank has failed otherwise.
         """
-        if self._peers_failure is not None and not self._is_leaving:
+        if self._peers_failure is not None and not self.is_leaving:
             raise self._peers_failure.to_exception()
 
     def report(self, exception: BaseException) -> None:
         """Reports a failure to the other ranks, unless all have stopped or failed alike."""
-        is_first, self._is_leaving = not self._is_leaving, True
+        is_first, self.is_leaving = not self.is_leaving, True
         if self._has_stopped or self._have_all_failed or self._failed.is_set():
             return
         if is_first and self._is_shared(exception):
@@ -261,18 +253,17 @@ class RunGuard:
         try:
             yield
             if self.is_sound:
-                self._stop.close()
+                self.stop.close()
             if self._ring is not None:
                 self._ring.close()
         finally:
             for undo in self._undo_signals:
                 undo()
             self._undo_signals = ()
-            for flag in self._flags:
-                flag.remove()
-            self._sigint.remove()
+            for handler in self._handlers:
+                handler.remove()
             self._closed.set()
-        if self._stop.requested is StopReason.INTERRUPT and not self._is_leaving:
+        if self.stop.requested is StopReason.INTERRUPT and not self.is_leaving:
             raise KeyboardInterrupt  # no batch boundary was left for it
 
     @contextmanager
