@@ -115,13 +115,12 @@ class DistributedStrategy(ProcessMesh):
                 known = [*inspect.signature(kind).parameters, *RunArguments.__annotations__]
                 raise TypeError(f"{kind.__name__} has no argument {name!r}.{nearest(name, known)}")
         super().__init__(**arguments)
-        if read not in get_args(Read):
-            raise ValueError(f"read={read!r} must be one of {get_args(Read)}.")
-        if check_environment not in get_args(EnvironmentCheck):
-            raise ValueError(
-                f"check_environment={check_environment!r} must be one of"
-                f" {get_args(EnvironmentCheck)}."
-            )
+        for name, value, choices in (
+            ("read", read, get_args(Read)),
+            ("check_environment", check_environment, get_args(EnvironmentCheck)),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} must be one of {choices}.")
         self._read = read
         self._environment_check = check_environment
         self._loaders: ReplicaLoaders | None = None

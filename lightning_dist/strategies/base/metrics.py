@@ -94,17 +94,8 @@ def _reduce_over(metrics: Iterable[Metric], group: dist.ProcessGroup) -> Undo:
     return undo
 
 
-class SharedCompute:
-    """``compute`` of a metric, as a collective of the pipeline."""
-
-    def __init__(self, metric: Metric, shared_by: StageMetrics) -> None:
-        self.own = metric.compute
-        self._metric = metric
-        self._shared_by = shared_by
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the last stage's value."""
-        return self._shared_by.value(self._metric, partial(self.own, *args, **kwargs))
+class SharedCompute(partial[Any]):
+    """``compute`` of a metric as a collective: :meth:`StageMetrics.value` of it and its own."""
 
 
 class StageMetrics:
@@ -147,14 +138,14 @@ class StageMetrics:
             self._running.clear()
             warnings.warn(_WINDOW, stacklevel=2)
 
-    def value(self, metric: Metric, compute: Callable[[], Any]) -> Any:
-        """Returns what the last stage computes. Collective outside of steps."""
+    def value(self, metric: Metric, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns what a metric computes on the last stage. Collective outside of steps."""
         if self._is_alone:
-            return compute()
+            return own(*args, **kwargs)
         value = None
         if self._is_source:
             with self._alone():
-                value = compute()
+                value = own(*args, **kwargs)
         # From the host: a pickled tensor of a GPU would go to the GPU of that number.
         sent = [map_tensors(Tensor.cpu, value)]
         dist.broadcast_object_list(sent, src=self._source, group=self._pipeline_group)
@@ -167,7 +158,7 @@ class StageMetrics:
         for reference in self._shared:
             metric = reference()
             if metric is not None and isinstance(metric.compute, SharedCompute):
-                metric.compute = metric.compute.own  # type: ignore[method-assign]
+                _, metric.compute = metric.compute.args  # type: ignore[method-assign]
         self._shared.clear()
         self._running.clear()
         while self._undo:
@@ -192,7 +183,8 @@ class StageMetrics:
         over_all = [m for m in new if not _is_reduced(m)]
         self._undo.append(_reduce_over(over_all, self._data_group))
         for metric in new:
-            metric.compute = SharedCompute(metric, self)  # type: ignore[method-assign]
+            shared = SharedCompute(self.value, metric, metric.compute)
+            metric.compute = shared  # type: ignore[method-assign]
             self._shared.append(weakref.ref(metric))
 
 

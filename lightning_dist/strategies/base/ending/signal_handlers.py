@@ -58,18 +58,15 @@ class FlagHandler:
         """
         if os.getpid() == self._process:
             self._on_signal()
-            self._tell()
+            if not self._is_told:  # launchers report a stop as a failure
+                does = "stop" if signum == signal.SIGTERM else "save"
+                name = self._signum.name
+                text = f"[rank {self._rank}] {name}: all ranks {does} at the next batch.\n"
+                os.write(2, text.encode())
+            self._is_told = True
         elif signum == signal.SIGTERM:
             self._install(self._before)
             signal.raise_signal(signum)
-
-    def _tell(self) -> None:
-        """Names the cause of a stop that launchers report as a failure, or of a save, once."""
-        was_told, self._is_told = self._is_told, True
-        if not was_told:
-            does = "stop" if self._signum == signal.SIGTERM else "save"
-            text = f"[rank {self._rank}] {self._signum.name}: all ranks {does} at the next batch.\n"
-            os.write(2, text.encode())
 
     def remove(self) -> None:
         """Installs the handler that was there before."""

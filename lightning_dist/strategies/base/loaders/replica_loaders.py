@@ -13,7 +13,7 @@ others and are elsewhere in them. So checkpoints have the states of all replicas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -38,17 +38,10 @@ class SendingLoader(LoaderProxy):
         is_reading: Whether the user's loader is making a batch at this moment.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        number: int,
-        channel: ReplicaChannel,
-        lengths: Callable[[], dict[int, int | None]],
-    ) -> None:
+    def __init__(self, loader: Any, number: int, all_loaders: ReplicaLoaders) -> None:
         super().__init__(loader)
         self._number = number
-        self._channel = channel
-        self._lengths = lengths
+        self._all = all_loaders
         self._epoch = 0
         self.is_reading = False
 
@@ -58,7 +51,7 @@ class SendingLoader(LoaderProxy):
         if not is_iterated_by_loop():
             return iterator
         self._epoch += 1
-        self._send(self._epoch, Event.BEGUN, self._lengths())
+        self._send(self._epoch, Event.BEGUN, self._all.lengths())
         return self._read(iterator, self._epoch)
 
     def _read(self, iterator: Iterator[Any], epoch: int) -> Iterator[Any]:
@@ -77,7 +70,7 @@ class SendingLoader(LoaderProxy):
         self._send(epoch, Event.ENDED)
 
     def _send(self, epoch: int, event: Event, content: Any = None) -> None:
-        self._channel.send(Reading(self._number, epoch, event, content))
+        self._all.channel.send(Reading(self._number, epoch, event, content))
 
 
 class ReceivingLoader(LoaderProxy):
@@ -86,17 +79,10 @@ class ReceivingLoader(LoaderProxy):
     ``length`` is the number of batches of an epoch on the first rank, if known.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        number: int,
-        channel: ReplicaChannel,
-        note_lengths: Callable[[dict[int, int | None]], None],
-    ) -> None:
+    def __init__(self, loader: Any, number: int, all_loaders: ReplicaLoaders) -> None:
         super().__init__(loader)
         self._number = number
-        self._channel = channel
-        self._note_lengths = note_lengths
+        self._all = all_loaders
         self._epoch = 0
         self.length: int | None = None
         if self.has_state:  # the first rank has it
@@ -114,13 +100,13 @@ class ReceivingLoader(LoaderProxy):
         if not is_iterated_by_loop():
             return iter(self._loader)
         self._epoch += 1
-        self._note_lengths(self._channel.receive(self._number, self._epoch).content)
+        self._all.note_lengths(self._all.channel.receive(self._number, self._epoch).content)
         return self._receive(self._epoch)
 
     def _receive(self, epoch: int) -> Iterator[Any]:
         seen: list[Any] = []
         while True:
-            reading = self._channel.receive(self._number, epoch)
+            reading = self._all.channel.receive(self._number, epoch)
             if reading.event is Event.ENDED:
                 return
             batch, indices = reading.content
@@ -144,13 +130,13 @@ class ReplicaLoaders:
         """Wraps a loader for Lightning to iterate. Collective for the ranks of a replica."""
         number, self._count = self._count, self._count + 1
         if self.channel.is_reader:
-            sending = SendingLoader(loader, number, self.channel, self._lengths)
+            sending = SendingLoader(loader, number, self)
             self._senders[number] = sending
-            self.channel.send(Reading(number, 0, Event.FOUND, self._lengths()))
+            self.channel.send(Reading(number, 0, Event.FOUND, self.lengths()))
             return sending
-        receiving = ReceivingLoader(loader, number, self.channel, self._note_lengths)
+        receiving = ReceivingLoader(loader, number, self)
         self._receivers[number] = receiving
-        self._note_lengths(self.channel.receive(number, 0).content)
+        self.note_lengths(self.channel.receive(number, 0).content)
         return receiving
 
     @property
@@ -158,11 +144,12 @@ class ReplicaLoaders:
         """Whether this rank is reading a batch for the others."""
         return any(loader.is_reading for loader in self._senders.values())
 
-    def _lengths(self) -> dict[int, int | None]:
+    def lengths(self) -> dict[int, int | None]:
         """Returns the present lengths: a batch sampler may have another one in each epoch."""
         return {number: sized_len(loader) for number, loader in self._senders.items()}
 
-    def _note_lengths(self, lengths: dict[int, int | None]) -> None:
+    def note_lengths(self, lengths: dict[int, int | None]) -> None:
+        """Takes what :meth:`lengths` returns on the first rank."""
         for number, length in lengths.items():
             loader = self._receivers.get(number)
             if loader is not None:
