@@ -30,7 +30,7 @@ from typing_extensions import override
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.strategies.base import lightning_internals, lightning_loaders
-from lightning_dist.strategies.base.rank_view import view_of
+from lightning_dist.strategies.base.rank_view import Viewable, view_of
 
 _KEY = "lightning_dist.elastic"  # in a checkpoint
 
@@ -219,13 +219,12 @@ class Elastic(pl.Callback):
 
 
 def _mesh_of(trainer: pl.Trainer) -> MeshShape:
-    view = view_of(trainer.strategy)
-    if view is None and trainer.world_size > 1:
+    if not isinstance(trainer.strategy, Viewable) and trainer.world_size > 1:
         raise ValueError(
             f"Elastic cannot see which ranks of {type(trainer.strategy).__name__} are replicas. Use"
             " a strategy of lightning_dist."
         )
-    return MeshShape() if view is None else view.mesh
+    return view_of(trainer).mesh
 
 
 def _check_loader(loader: Any) -> None:

@@ -7,14 +7,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
-from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.strategies.base.rank_view import view_of
 
 
@@ -42,7 +40,7 @@ class GatherPredictions(BasePredictionWriter):
         for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
             is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
             has_indices = getattr(loader, "batch_sampler", None) is not None and not is_iterable
-            if _mesh_of(trainer).data_size > 1 and not has_indices:
+            if view_of(trainer).mesh.data_size > 1 and not has_indices:
                 raise ValueError(
                     "GatherPredictions cannot order what replicas predict: the batches of a loader"
                     " have no indices. Use a DataLoader whose data set has a length, or leave out"
@@ -69,18 +67,13 @@ class GatherPredictions(BasePredictionWriter):
                 batches[:] = [_join(values, [index for _, found in parts for index in found])]
 
 
-def _mesh_of(trainer: pl.Trainer) -> MeshShape:
-    view = view_of(trainer.strategy)  # other strategies are taken for replicas only
-    return MeshShape(dp_replicate=trainer.world_size) if view is None else view.mesh
-
-
 def _gather(trainer: pl.Trainer, own: Any) -> list[Any]:
     """Returns the parts of all replicas. Collective: every rank must call it."""
-    mesh, view = _mesh_of(trainer), view_of(trainer.strategy)
-    if mesh.data_size == 1:
+    view = view_of(trainer)
+    if view.mesh.data_size == 1:
         return [own]  # stages and tensor-parallel ranks have the same predictions
-    group = dist.new_group(backend="gloo") if view is None else view.group_of_all("predictions")
-    place = mesh.coordinates(trainer.global_rank)
+    group = view.group_of_all("predictions")
+    place = view.mesh.coordinates(trainer.global_rank)
     is_first = place["pp"] == place["tp"] == 0
     return [part for part in gather_objects(own if is_first else None, group) if part is not None]
 

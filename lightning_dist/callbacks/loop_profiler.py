@@ -42,6 +42,10 @@ class LoopProfiler(Profiler):
     def __init__(self, users: Profiler, recorder: Recorder, *, records_steps: bool) -> None:
         super().__init__()
         self.users = users
+        self.summary = users.summary  # type: ignore[method-assign]
+        self.describe = users.describe  # type: ignore[method-assign]
+        self.setup = users.setup  # type: ignore[method-assign]
+        self.teardown = users.teardown  # type: ignore[method-assign]
         self.listens = False
         self.annotates = False
         self.batch = 0
@@ -111,21 +115,3 @@ class LoopProfiler(Profiler):
             return _BACKWARD
         is_update = name == "optimizer_step" or name.endswith(".optimizer_step")
         return _UPDATE if is_update else None
-
-    # --- the user's --------------------------------------------------------------------------
-
-    @override
-    def summary(self) -> str:
-        return self.users.summary()
-
-    @override
-    def describe(self) -> None:
-        self.users.describe()
-
-    @override
-    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        self.users.setup(stage, local_rank, log_dir)
-
-    @override
-    def teardown(self, stage: str | None) -> None:
-        self.users.teardown(stage)

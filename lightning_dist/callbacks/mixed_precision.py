@@ -130,9 +130,8 @@ class MixedPrecision(pl.Callback):
         """Logs all ranks' measurements, of several batches if the schedule is asynchronous."""
         own, self._own_ranges = self._own_ranges, {}
         everyone: list[Any] = [own]
-        view = view_of(trainer.strategy)
-        if view is not None:
-            everyone = gather_objects(own, view.group_of_all(""))
+        if isinstance(trainer.strategy, Viewable):
+            everyone = gather_objects(own, view_of(trainer).group_of_all(""))
         self._ranges = merge(everyone)
         for layer, found in self._ranges.items():
             metrics = {

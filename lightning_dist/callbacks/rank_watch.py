@@ -12,9 +12,8 @@ import torch.distributed as dist
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_dist.callbacks.loop_profiler import LoopProfiler
-from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
-from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
 from lightning_dist.engine.profiling.exposure import Exposure
 from lightning_dist.engine.profiling.meters.flops import num_samples, num_tokens
 from lightning_dist.engine.profiling.meters.memory import bytes_of, gradient_bytes, optimizer_bytes
@@ -46,21 +45,18 @@ class RankWatch:
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._trainer, self._module = trainer, module
-        self._view = view = view_of(trainer.strategy)
+        self._view = view = view_of(trainer)
         self.device: torch.device = trainer.strategy.root_device
-        # Foreign strategies are taken for replicas only.
-        self._mesh = MeshShape(dp_replicate=trainer.world_size) if view is None else view.mesh
-        self._pipeline = pipeline = None if view is None else view.pipeline
+        self._pipeline = pipeline = view.pipeline
         self.group: dist.ProcessGroup | None = None
         if trainer.world_size > 1:
-            gloo = dist.new_group(backend="gloo") if view is None else view.group_of_all("profile")
-            self.group = gloo
+            self.group = view.group_of_all("profile")
         self._recorder = (
             Recorder(trainer.global_rank, self.device) if pipeline is None else pipeline.recorder
         )
         users = profiler_of(trainer)
         self.loop = LoopProfiler(users, self._recorder, records_steps=pipeline is None)
-        self._counter: StepCounter | None = StepCounter(self._mesh, module.parameters())
+        self._counter: StepCounter | None = StepCounter(view.mesh, module.parameters())
         self._layers: LayerProfiler | None = None
         is_traced = isinstance(users, PyTorchProfiler)  # torch runs one at a time
         wants_trace = pipeline is None and self.group is not None and not is_traced
@@ -175,13 +171,14 @@ class RankWatch:
     @property
     def _place(self) -> RankPlace:
         rank, is_gpu = self._trainer.global_rank, self.device.type == "cuda"
+        mesh = self._view.mesh
         return RankPlace(
             rank=rank,
             host=socket.gethostname(),
             device=torch.cuda.get_device_name(self.device) if is_gpu else self.device.type,
             precision=str(self._trainer.precision),
-            stage_group=self._mesh.coordinates(rank)["pp"],
-            data_index=self._mesh.data_index(rank),
+            stage_group=mesh.coordinates(rank)["pp"],
+            data_index=mesh.data_index(rank),
             strategy=type(self._trainer.strategy).__name__,
             shape=None if self._pipeline is None else self._pipeline.shape,
         )
@@ -199,11 +196,7 @@ class RankWatch:
         states = round(measured.optimizer_state / max(1, measured.parameters))
         part = TrainedPart(measured.parameters, self._count.forward_bytes, states)
         accumulates = self._trainer.accumulate_grad_batches > 1
-        predicted: RankMemory | None = None
-        if self._view is not None:
-            predicted = self._view.predict_memory(part, accumulates)
-        elif self.group is None:
-            predicted = replicated(part, 1, accumulates=accumulates)
+        predicted = self._view.predict_memory(part, accumulates)
         is_gpu = self.device.type == "cuda"
         allocated = torch.cuda.max_memory_allocated(self.device) if is_gpu else None
         return MemoryUse(measured, predicted, allocated)

@@ -68,11 +68,11 @@ class ShardedWeightAveraging(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        view = view_of(trainer.strategy)
-        if view is not None and view.local_steps:
+        local_steps = view_of(trainer).local_steps
+        if local_steps:
             raise ValueError(
                 "ShardedWeightAveraging averages what a rank holds, and under this strategy ranks"
-                f" step apart, as with sync_every={view.local_steps + 1}, so that they would end"
+                f" step apart, as with sync_every={local_steps + 1}, so that they would end"
                 " with different averages. Let them step together (sync_every=1, mode='sync'), or"
                 " leave the callback out."
             )
@@ -87,8 +87,7 @@ class ShardedWeightAveraging(pl.Callback):
         named = pl_module.named_parameters()
         self._averages = {name: self._averages[name].to(p.device) for name, p in named}
         self._last_step = trainer.global_step
-        view = view_of(trainer.strategy)
-        pipeline = None if view is None else view.pipeline
+        pipeline = view_of(trainer).pipeline
         if pipeline is not None and pipeline.asynchronous:
             (optimizer,) = trainer.optimizers
             self._own_updates = optimizer.register_step_post_hook(

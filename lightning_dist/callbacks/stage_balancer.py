@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -33,7 +32,7 @@ from lightning_dist.engine.planning.balance import Balance, find_balance, memory
 from lightning_dist.engine.planning.layer_costs import StepCosts
 from lightning_dist.plotting import plot_balance
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
-from lightning_dist.strategies.base.rank_view import RankView, view_of
+from lightning_dist.strategies.base.rank_view import view_of
 
 
 def print_balance(
@@ -114,7 +113,7 @@ class StageBalancer(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _check_stages(trainer.strategy, self._moves_layers)
+        _check_stages(trainer, self._moves_layers)
         averages = any(isinstance(c, ShardedWeightAveraging) for c in callbacks_of(trainer))
         if self._moves_layers and averages:
             raise ValueError(
@@ -127,7 +126,7 @@ class StageBalancer(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._num_batches = 0
         if self._moves_layers:
-            layers = _view_of(trainer).layers
+            layers = view_of(trainer).layers
             assert layers is not None, "checked before"
             layers.check_layers_can_move()
 
@@ -162,7 +161,7 @@ class StageBalancer(pl.Callback):
     ) -> None:
         pipeline, optimizers = _pipeline_of(trainer), trainer.strategy.optimizers
         states = optimizers[0].state if optimizers else {}
-        profiles = gather_objects(profiler.profile(states), _view_of(trainer).group_of_all(""))
+        profiles = gather_objects(profiler.profile(states), view_of(trainer).group_of_all(""))
         steps = [p.step_seconds for p in profiles if p.step_seconds == p.step_seconds]
         measured = median(steps) if steps else float("nan")
         last = self._num_batches - 1
@@ -179,7 +178,7 @@ class StageBalancer(pl.Callback):
             self._move(trainer, module, balance.better_cut)
 
     def _move(self, trainer: pl.Trainer, module: pl.LightningModule, cut: tuple[int, ...]) -> None:
-        layers = _view_of(trainer).layers
+        layers = view_of(trainer).layers
         assert layers is not None, "checked before"
         done = layers.repartition(cut)
         seconds = trainer.strategy.broadcast(done.seconds)
@@ -232,24 +231,19 @@ class StageBalancer(pl.Callback):
         self._profiler = None
 
 
-def _view_of(trainer: pl.Trainer) -> RankView:
-    view = view_of(trainer.strategy)
-    assert view is not None, "checked before"
-    return view
-
-
 def _pipeline_of(trainer: pl.Trainer) -> Pipeline:
-    pipeline = _view_of(trainer).pipeline
+    pipeline = view_of(trainer).pipeline
     assert pipeline is not None, "checked before"
     return pipeline
 
 
-def _check_stages(strategy: Strategy, moves_layers: bool) -> None:
+def _check_stages(trainer: pl.Trainer, moves_layers: bool) -> None:
     """Checks that there are stages, and that their layers can move if they should."""
-    view = view_of(strategy)
-    if view is None or not view.has_stages:
+    view = view_of(trainer)
+    if not view.has_stages:
+        kind = type(trainer.strategy).__name__
         raise ValueError(
-            f"StageBalancer looks at the stages of a pipeline, and {type(strategy).__name__} has"
+            f"StageBalancer looks at the stages of a pipeline, and {kind} has"
             " none here. Use PipelineStrategy, or MeshStrategy with pp=2 or more; or leave the"
             " callback out. StepProfiler says where the time goes under any strategy."
         )

@@ -1,7 +1,7 @@
 """What callbacks see of a strategy: one object, behind a protocol of one method.
 
-A callback asks any strategy for its view with :func:`view_of`, and gets None from strategies that
-have none, such as Lightning's. So callbacks know no strategy's class.
+A callback asks for it with :func:`view_of`. The ranks of strategies that have none, such as
+Lightning's, are taken for replicas. So callbacks know no strategy's class.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.rebalance.repartition import Repartition
-from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 
 
 class LayerMover(Protocol):
@@ -63,6 +64,14 @@ class Viewable(Protocol):
         """Returns what callbacks see of this rank, from ``setup_environment`` on."""
 
 
-def view_of(strategy: object) -> RankView | None:
-    """Returns what a strategy shows of this rank; None for a strategy that shows nothing."""
-    return strategy.view() if isinstance(strategy, Viewable) else None
+def view_of(trainer: pl.Trainer) -> RankView:
+    """Returns what a trainer's strategy shows of this rank, or that of one replica of several."""
+    if isinstance(trainer.strategy, Viewable):
+        return trainer.strategy.view()
+
+    def predict_memory(part: TrainedPart, accumulates: bool) -> RankMemory | None:
+        is_alone = trainer.world_size == 1
+        return replicated(part, 1, accumulates=accumulates) if is_alone else None
+
+    mesh = MeshShape(dp_replicate=trainer.world_size)
+    return RankView(mesh, lambda _: dist.new_group(backend="gloo"), predict_memory)
