@@ -197,7 +197,7 @@ def test_a_validation_that_fails_leaves_the_latest_weights(
 
 def test_averages_follow_the_module_to_its_device() -> None:
     averaging, module = ShardedWeightAveraging(), make_module(Synced)
-    trainer: Any = SimpleNamespace(global_step=0, strategy=None)
+    trainer: Any = SimpleNamespace(global_step=0, strategy=None, world_size=1)
     averaging.on_train_start(trainer, module)
     assert {average.device.type for average in averaging._averages.values()} == {"cpu"}
     averaging.on_train_start(trainer, module.to("meta"))
@@ -214,7 +214,7 @@ def test_a_tied_parameter_is_averaged_under_each_name() -> None:
     module = L.LightningModule()
     module.first, module.last = nn.Linear(2, 2), nn.Linear(2, 2)
     module.last.weight = module.first.weight
-    trainer: Any = SimpleNamespace(global_step=0, strategy=None)
+    trainer: Any = SimpleNamespace(global_step=0, strategy=None, world_size=1)
     averaging = ShardedWeightAveraging(decay=0.5)
     averaging.on_train_start(trainer, module)
     for step, value in enumerate((2.0, 4.0)):
@@ -231,7 +231,7 @@ def test_a_tied_parameter_is_averaged_under_each_name() -> None:
 @pytest.mark.parametrize("has_averaged", [False, True])
 def test_layers_may_move_before_the_first_average_only(has_averaged: bool) -> None:
     averaging, module = ShardedWeightAveraging(start_at_step=1), make_module(Synced)
-    trainer: Any = SimpleNamespace(global_step=0, strategy=None)
+    trainer: Any = SimpleNamespace(global_step=0, strategy=None, world_size=1)
     averaging.on_train_start(trainer, module)
 
     def step() -> None:
@@ -330,7 +330,7 @@ def test_integers_are_not_averaged() -> None:
     for name, kind in (("codes", torch.int8), ("flags", torch.bool)):
         value = nn.Parameter(torch.zeros(2, dtype=kind), requires_grad=False)
         setattr(module, name, value)
-    trainer: Any = SimpleNamespace(global_step=0, strategy=None)
+    trainer: Any = SimpleNamespace(global_step=0, strategy=None, world_size=1)
     averaging = ShardedWeightAveraging(decay=0.5)
     averaging.on_train_start(trainer, module)
     for step in (1, 2):
@@ -346,7 +346,7 @@ def test_steps_that_are_counted_by_several_are_averaged() -> None:
     """With two optimizers each batch has two steps, and some multiples are never met."""
     module = L.LightningModule()
     module.weight = nn.Parameter(torch.zeros(1))
-    trainer: Any = SimpleNamespace(global_step=0, strategy=None)
+    trainer: Any = SimpleNamespace(global_step=0, strategy=None, world_size=1)
     averaging = ShardedWeightAveraging(decay=0.5, every_n_steps=2, start_at_step=1)
     averaging.on_train_start(trainer, module)
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +27,37 @@ from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 class Ending(IterableDataset[Any]):
     """Ends earlier on one rank, and does not say when."""
 
+    def __init__(self, *num_samples: int) -> None:
+        self.num_samples = num_samples
+
     def __iter__(self) -> Any:
-        return iter(make_data(16 - 8 * int(os.environ["RANK"])))
+        return islice(iter(make_data(16)), self.num_samples[int(os.environ["RANK"])])
 
 
-def end_apart(limit: int | None) -> list[str]:
+def end_apart(limit: int | None, *num_samples: int) -> list[str]:
     messages = []
-    for strategy in (DDPStrategy(), FSDPStrategy()):
+    for strategy in (DDPStrategy(timeout_s=20.0), FSDPStrategy(timeout_s=20.0)):
         trainer = make_trainer(devices=2, strategy=strategy, limit_train_batches=limit)
         try:
-            trainer.fit(make_module(), DataLoader(Ending(), batch_size=4), make_loader(8))
+            trainer.fit(
+                make_module(), DataLoader(Ending(*num_samples), batch_size=4), make_loader(8)
+            )
         except ValueError as error:
             messages.append(str(error))
     return messages
 
 
 def test_streams_that_end_apart(workers: WorkerPool) -> None:
-    for messages in workers.run(2, end_apart, None):
+    for messages in workers.run(2, end_apart, None, 16, 8):
         assert len(messages) == 2
         assert all("ranks [1] (of [0, 1]) have ended after 2 batches" in text for text in messages)
-    assert workers.run(2, end_apart, 2) == [[], []]
+    assert workers.run(2, end_apart, 2, 16, 8) == [[], []]
+
+
+def test_a_stream_without_a_batch(workers: WorkerPool) -> None:
+    for messages in workers.run(2, end_apart, None, 0, 8):
+        assert len(messages) == 2
+        assert all("ranks [0] (of [0, 1]) have ended after 0 batches" in text for text in messages)
 
 
 class Shrinking(Classifier):

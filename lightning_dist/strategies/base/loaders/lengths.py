@@ -60,6 +60,11 @@ class LoaderEnds:
         self._num_begun += 1
         self._tell(_Left.LAST if is_last else _Left.MORE)
 
+    def _end_epoch(self) -> None:
+        if self._num_begun == 0:
+            self._tell(_Left.NONE)
+        self._num_begun = 0
+
     def _tell(self, left: _Left) -> None:
         if self._telling is None:
             return
@@ -117,6 +122,7 @@ class TrainingLengths(LoaderEnds):
         Raises:
             ValueError: This rank's loader has ended early, and another one's has not.
         """
+        self._end_epoch()
         num_read, length, has_ended = batches_read(trainer)
         if length is None or num_read >= length or not has_ended:
             return
@@ -238,8 +244,3 @@ class EvaluationLengths(LoaderEnds):
     @property
     def _is_last(self) -> bool:
         return self._loop.batch_progress.is_last_batch
-
-    def _end_epoch(self) -> None:
-        if self._num_begun == 0:
-            self._tell(_Left.NONE)
-        self._num_begun = 0
