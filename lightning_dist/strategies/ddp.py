@@ -232,8 +232,6 @@ class DDPStrategy(LocalReplicas):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         self.end_backward()
-        if self._uneven is not None:
-            self._uneven.end_backward()
 
     @override
     def update(

@@ -9,7 +9,6 @@ are stuck. Lightning has no public name for its launcher, nor a hook for the fai
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,20 +34,13 @@ _SOUND_EXIT_CODES = (None, 0, SIGTERM_EXIT_CODE)
 class ChildProcessObserver(_ChildProcessObserver):
     """Kills the remaining processes of a run some time after one of them has failed."""
 
-    def __init__(
-        self,
-        main_pid: int,
-        child_processes: list[subprocess.Popen[bytes]],
-        patience_seconds: float = GRACE_SECONDS + 2,
-    ) -> None:
-        super().__init__(main_pid, child_processes, sleep_period=_POLL_SECONDS)
-        self._patience_seconds = patience_seconds
+    patience_seconds = GRACE_SECONDS + 2.0
 
     @override
     def _terminate_all(self) -> None:
         if all(child.returncode in _SOUND_EXIT_CODES for child in self._child_processes):
             return  # all ranks stop at one place, and the first one may have more to do
-        time.sleep(self._patience_seconds)  # the process takes this thread with it when it ends
+        time.sleep(self.patience_seconds)  # the process takes this thread with it when it ends
         super()._terminate_all()
 
 
@@ -69,7 +61,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             with known_to_children():
                 self._call_children_scripts()
-            ChildProcessObserver(os.getpid(), self.procs).start()
+            ChildProcessObserver(os.getpid(), self.procs, _POLL_SECONDS).start()
         _set_num_threads_if_needed(self.num_processes)
         return function(*args, **kwargs)
 

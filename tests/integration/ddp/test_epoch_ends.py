@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist import DDPStrategy, FSDPStrategy
-from lightning_dist.strategies.base.loaders import lengths
+from lightning_dist.strategies.base.loaders.lengths import TrainingLengths
 from tests.helpers.networks.models import (
     Classifier,
     make_data,
@@ -102,7 +102,7 @@ def overstate(strategy: Any, *sizes: int) -> tuple[int, dict[str, torch.Tensor]]
 
 
 def overstate_apart(strategy: Any, path: Path) -> None:
-    lengths.TrainingLengths.__init__.__defaults__ = (0.1,)
+    TrainingLengths.grace_seconds = 0.1
     try:
         overstate(strategy, 16, 8)
     except ValueError as error:

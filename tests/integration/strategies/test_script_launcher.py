@@ -20,6 +20,11 @@ def process(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-S", "-c", code])
 
 
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChildProcessObserver, "patience_seconds", PATIENCE_SECONDS)
+
+
 @pytest.fixture
 def stuck() -> Iterator[subprocess.Popen[bytes]]:
     with process("import time; time.sleep(60)") as started:
@@ -30,7 +35,7 @@ def stuck() -> Iterator[subprocess.Popen[bytes]]:
 def test_what_is_stuck_is_killed_after_the_patience(stuck: subprocess.Popen[bytes]) -> None:
     with process("raise SystemExit(3)") as failed:
         failed.wait()
-        observer = ChildProcessObserver(stuck.pid, [failed], PATIENCE_SECONDS)
+        observer = ChildProcessObserver(stuck.pid, [failed], 1)
         begin = time.monotonic()
         observer.start()
         assert stuck.wait(10) == -signal.SIGKILL
@@ -44,7 +49,7 @@ def test_nobody_is_killed_when_all_have_ended_well(
 ) -> None:
     with process(f"raise SystemExit({code})") as ended:
         ended.wait()
-        observer = ChildProcessObserver(stuck.pid, [ended], PATIENCE_SECONDS)
+        observer = ChildProcessObserver(stuck.pid, [ended], 1)
         observer.start()
         observer.join(10)
     assert not observer.is_alive()

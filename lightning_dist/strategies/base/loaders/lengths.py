@@ -31,8 +31,6 @@ from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.lightning_internals import hook_of
 from lightning_dist.strategies.base.lightning_loaders import batches_read
 
-_GRACE_SECONDS = 10.0  # the ranks have just been at the same batch, or nearly
-
 
 class _Left(IntEnum):
     """What a rank has left."""
@@ -87,9 +85,9 @@ class LoaderEnds:
 class TrainingLengths(LoaderEnds):
     """Checks on one rank that the training loaders of all ranks end at the same batch."""
 
-    def __init__(
-        self, notes: RankNotes, group: dist.ProcessGroup, grace_seconds: float = _GRACE_SECONDS
-    ) -> None:
+    grace_seconds = 10.0  # for others' notes: the ranks have just been at the same batch, or nearly
+
+    def __init__(self, notes: RankNotes, group: dist.ProcessGroup) -> None:
         super().__init__(
             "train on",
             "`limit_train_batches`; or, if the data has a length, define `__len__` and pass"
@@ -97,7 +95,6 @@ class TrainingLengths(LoaderEnds):
         )
         self._notes = notes
         self._group = group
-        self._grace_seconds = grace_seconds
 
     def begin_epoch(self, trainer: pl.Trainer, *, is_unknown: bool) -> None:
         """Compares the lengths of the loaders. Collective: every rank must call it.
@@ -128,7 +125,7 @@ class TrainingLengths(LoaderEnds):
             return
         epoch = trainer.current_epoch
         self._notes.leave(epoch, [num_read])
-        if not self._notes.await_common(epoch, [num_read], self._grace_seconds):
+        if not self._notes.await_common(epoch, [num_read], self.grace_seconds):
             raise ValueError(
                 f"The training loader of rank {dist.get_rank()} says that it has {length} batches"
                 f" and has ended after {num_read}, and other ranks' have not: these would wait for"

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
@@ -86,7 +85,6 @@ class UnevenInputs:
         self.step_group: dist.ProcessGroup | None = None
         self._lengths: list[int] = []
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._scaling: RemovableHandle | None = None
 
     def prolong(self, loader: Any) -> ProlongedLoader:
         """Makes the training loader as long as the longest. Collective: every rank must call it.
@@ -132,13 +130,7 @@ class UnevenInputs:
     def begin_backward(self, loss: Tensor) -> None:
         """Scales the gradients of a loss: means over all ranks become those of ranks with data."""
         factor = len(self._lengths) / len(self._present)
-        self._scaling = loss.register_hook(lambda gradient: gradient * factor)
-
-    def end_backward(self) -> None:
-        """Removes the hook of :meth:`begin_backward`."""
-        assert self._scaling is not None
-        self._scaling.remove()
-        self._scaling = None
+        loss.register_hook(lambda gradient: gradient * factor)
 
     def run(
         self,

@@ -17,12 +17,13 @@ def of_ranks() -> list[TrainingLengths]:
     store = dist.HashStore()
     notes = [RankNotes(store, "a run", rank, range(2)) for rank in range(2)]
     unused: Any = None
-    return [TrainingLengths(own, unused, grace_seconds=0.0) for own in notes]
+    return [TrainingLengths(own, unused) for own in notes]
 
 
 def reading(monkeypatch: pytest.MonkeyPatch, *answer: Any) -> Any:
     monkeypatch.setattr(lengths, "batches_read", lambda _: answer)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(TrainingLengths, "grace_seconds", 0.0)
     return SimpleNamespace(current_epoch=4)
 
 
