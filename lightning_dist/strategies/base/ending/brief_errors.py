@@ -9,12 +9,36 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _OWN = "lightning_dist"
 _HIDDEN = frozenset({_OWN, "lightning", "lightning_fabric", "pytorch_lightning"})
+
+
+class BriefHook:
+    """Stands in for ``sys.excepthook``.
+
+    Only the mistake's text is kept, for its frames hold the model. ``otherwise`` shows any other
+    exception.
+    """
+
+    def __init__(self, mistake: ValueError, otherwise: _Hook, *, is_shown_elsewhere: bool) -> None:
+        self._text = str(mistake)
+        self.otherwise = otherwise
+        self._is_shown_elsewhere = is_shown_elsewhere
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Shows the exception that ends the process."""
+        if str(error) != self._text or not is_mistake(error):
+            self.otherwise(kind, error, trace)
+        elif not self._is_shown_elsewhere:
+            sys.stderr.write(format_mistake(error))
+            sys.stderr.flush()
 
 
 def is_mistake(error: BaseException) -> bool:
@@ -35,19 +59,10 @@ def format_mistake(error: BaseException) -> str:
 
 def show_briefly(error: BaseException, *, is_shown_elsewhere: bool = False) -> None:
     """Lets the interpreter show a mistake briefly, and not if another rank shows it."""
-    if not is_mistake(error):
-        return
-    # The text alone is kept, for the error's frames hold the model.
-    text, before = str(error), sys.excepthook
-
-    def show(kind: type[BaseException], found: BaseException, trace: TracebackType | None) -> None:
-        if str(found) != text or not is_mistake(found):
-            before(kind, found, trace)
-        elif not is_shown_elsewhere:
-            sys.stderr.write(format_mistake(found))
-            sys.stderr.flush()
-
-    sys.excepthook = show
+    if isinstance(error, ValueError) and is_mistake(error):
+        before = sys.excepthook
+        otherwise = before.otherwise if isinstance(before, BriefHook) else before
+        sys.excepthook = BriefHook(error, otherwise, is_shown_elsewhere=is_shown_elsewhere)
 
 
 @contextmanager

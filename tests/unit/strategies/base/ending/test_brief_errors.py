@@ -9,7 +9,7 @@ import pytest
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.strategies.base.ending import brief_errors
-from lightning_dist.strategies.base.ending.brief_errors import is_mistake, show_briefly
+from lightning_dist.strategies.base.ending.brief_errors import BriefHook, is_mistake, show_briefly
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +78,14 @@ def test_what_has_a_reason_is_shown_with_it(others: list[BaseException]) -> None
     error.__cause__ = KeyError("k")
     end_with(error)
     assert others == [error]
+
+
+def test_hooks_do_not_pile_up() -> None:
+    raised_by(misspell)
+    raised_by(misspell)
+    hook: object = sys.excepthook
+    assert isinstance(hook, BriefHook)
+    assert not isinstance(hook.otherwise, BriefHook)
 
 
 def test_an_error_of_another_kind_installs_nothing() -> None:
