@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.planning.collectives import ring
-from lightning_dist.engine.planning.search.layout import BATCHES, INSIDE, Layout, Wait
+from lightning_dist.engine.planning.search.layout import BATCHES, Layout, Wait
 from lightning_dist.engine.planning.search.machine import Machine
-from lightning_dist.engine.planning.search.model_costs import TensorCosts
+from lightning_dist.engine.planning.search.model_costs import ModelCosts
 from lightning_dist.engine.planning.traffic import MessageKind
 
 BUCKET_BYTES = 25 * 2**20
@@ -52,13 +52,14 @@ def along_data(
     }
 
 
-def inside_layers(machine: Machine, layout: Layout, found: TensorCosts) -> dict[str, Wait]:
+def inside_layers(machine: Machine, layout: Layout, costs: ModelCosts) -> Wait:
     """Returns the wait of all layers of one micro-batch for tensor-parallel ranks."""
-    num_bytes = found.message_bytes * layout.microbatch_size
-    units = (num_bytes, found.num_messages)
+    if layout.mesh.tp == 1:
+        return Wait(0.0, 0.0)
+    found = costs.tensor[layout.mesh.tp]
+    units = (found.message_bytes * layout.microbatch_size, found.num_messages)
     sent = _rings(machine, layout.mesh, "tp", MessageKind.ALL_REDUCE, *units)
-    host = found.num_layers * machine.tensor_seconds
-    return {INSIDE: replace(sent, seconds=sent.seconds + host)}
+    return replace(sent, seconds=sent.seconds + found.num_layers * machine.tensor_seconds)
 
 
 def batch_to_ranks(machine: Machine, layout: Layout, sample_bytes: float) -> dict[str, Wait]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush, nsmallest
+from heapq import nsmallest
 from itertools import product
 from statistics import median
 
@@ -98,39 +98,31 @@ def search(costs: ModelCosts, machine: Machine, request: Request) -> Ranking:
             " replicas divide the ranks, and share the samples out. Use a multiple of"
             f" {machine.world_size} samples, and a divisor of {machine.world_size} replicas."
         )
-    best: list[tuple[float, int, Layout]] = []
-    tight: list[Layout] = []
-    # Bounds of layouts, with their partitions once these are known.
-    queue = [
-        (estimator.least_seconds(each) / each.global_batch, i) for i, each in enumerate(layouts)
+    bounds = [
+        (estimator.least_seconds(layout) / layout.global_batch, index)
+        for index, layout in enumerate(layouts)
     ]
-    heapify(queue)
-    while queue:
-        bound, index = heappop(queue)
+    best: list[tuple[float, int, Plan]] = []
+    tight: list[Layout] = []
+    for bound, index in sorted(bounds):
         if len(best) == request.num_plans and bound >= best[-1][0]:
             break
-        layout = layouts[index]
-        if estimator.least_bytes(layout) > machine.memory_bytes:
-            tight.append(layout)
-        elif not layout.partition:
-            layouts[index] = layout = estimator.with_partition(layout)
-            closer = estimator.closer_seconds(layout) / layout.global_batch
-            heappush(queue, (max(bound, closer), index))
-        else:
+        layout, fitting = layouts[index], None
+        if estimator.least_bytes(layout) <= machine.memory_bytes:
             fitting = estimator.fitting(layout)
-            if fitting is None:
-                tight.append(layout)
-                continue
-            taken = estimator.step_seconds(fitting) / fitting.global_batch
-            insort(best, (taken, index, fitting), key=lambda found: found[:2])
-            del best[request.num_plans :]
+        if fitting is None:
+            tight.append(layout)
+            continue
+        plan = Plan(fitting, estimator.estimate(fitting))
+        insort(best, (plan.seconds_per_sample, index, plan), key=lambda found: found[:2])
+        del best[request.num_plans :]
     if not best:
         raise ValueError(_too_large(estimator, tight))
-    plans = [Plan(layout, estimator.estimate(layout)) for _, _, layout in best]
     cut = [estimator.with_partition(layout) for layout in tight[:_UNFITTING_TRIED]]
-    near = nsmallest(_UNFITTING_SHOWN, cut, lambda t: estimator.closer_seconds(t) / t.global_batch)
-    others = [Plan(layout, estimator.estimate(layout)) for layout in near]
-    return _explained(Ranking(tuple(plans), len(layouts), tuple(others)), machine)
+    near = [Plan(layout, estimator.estimate(layout)) for layout in cut]
+    others = nsmallest(_UNFITTING_SHOWN, near, lambda plan: plan.seconds_per_sample)
+    plans = tuple(plan for _, _, plan in best)
+    return _explained(Ranking(plans, len(layouts), tuple(others)), machine)
 
 
 def corrected(
@@ -268,7 +260,7 @@ def _too_large(estimator: Estimator, tight: Sequence[Layout]) -> str:
     for layout in sorted(tight, key=estimator.least_bytes):
         if least is not None and estimator.least_bytes(layout) >= least[1].peak:
             break
-        cut = layout if layout.partition else estimator.with_partition(layout)
+        cut = estimator.with_partition(layout)
         memory = estimator.memory(cut)
         if least is None or memory.peak < least[1].peak:
             least = (cut, memory)

@@ -131,10 +131,13 @@ def test_a_single_micro_batch_does_not_make_ranks_wait_for_slower_ones() -> None
 def test_ranks_that_share_cores_take_turns_with_what_their_host_does() -> None:
     layout = Layout(MeshShape(pp=4), 8, num_microbatches=8, partition=(1, 1, 1, 1))
     shared = [
-        Estimator(model(), Machine(4, 1e9, processors=1, stage_seconds=host)).step_seconds(layout)
+        Estimator(model(), Machine(4, 1e9, processors=1, stage_seconds=host)).estimate(layout)
         for host in (0.0, 0.5)
     ]
-    assert shared == [8 * 4 * 3.0 + 4.0, 8 * 4 * 3.0 + 4.0 + 8 * 0.5]
+    assert [found.step_seconds for found in shared] == [
+        8 * 4 * 3.0 + 4.0,
+        8 * 4 * 3.0 + 4.0 + 8 * 0.5,
+    ]
 
 
 def test_updates_of_sharded_parameters_take_more_of_the_host() -> None:

@@ -13,10 +13,8 @@ from lightning_dist.engine.planning.layer_costs import (
     transients_of,
 )
 from lightning_dist.engine.planning.search.held import (
-    Held,
     bytes_between_stages,
     bytes_per_parameter_byte,
-    held_beside,
     memory_of_part,
     memory_of_whole,
 )
@@ -46,32 +44,32 @@ def test_a_backward_has_room_where_later_layers_have_been() -> None:
     assert LayerCosts.of_parts(LAYERS).transient_bytes == 7
 
 
+COSTS = model()  # two tensors of optimizer state for each parameter
+WHOLE = Layout(MeshShape(), 1)
+
+
 @pytest.mark.parametrize(
-    ("held", "temporary"),
-    [
-        (Held(2.0, 50), 0),
-        (Held(2.0, 50, backward=7), 7),
-        (Held(2.0, 50, backward=7, update=40), 7),
-        (Held(2.0, 50, backward=7, update=60), 10),
-    ],
+    ("backward", "update", "temporary"), [(0, 0, 0), (7, 0, 7), (7, 40, 7), (7, 60, 10)]
 )
-def test_the_worst_moment_of_a_whole_model(held: Held, temporary: int) -> None:
-    memory = memory_of_whole([10, 0, 10], None, held)
-    assert (memory.parameters, memory.gradients, memory.optimizer_state) == (20, 20, 40)
+def test_the_worst_moment_of_a_whole_model(backward: int, update: int, temporary: int) -> None:
+    costs = replace(COSTS, update_bytes=float(update))
+    memory = memory_of_whole(costs, WHOLE, [20, 0, 10], 50, backward)
+    assert (memory.parameters, memory.gradients, memory.optimizer_state) == (30, 30, 60)
     assert memory.temporary == temporary
-    assert memory.peak == 20 + 20 + 40 + 50 + temporary
+    assert memory.peak == 30 + 30 + 60 + 50 + temporary
 
 
 def test_replicas_make_their_buckets_anew() -> None:
-    few, many = Held(2.0, 5), Held(2.0, 500)
-    assert memory_of_whole([10, 10], None, few, num_replicas=2).peak == 5 * 20
-    assert memory_of_whole([10, 10], None, few).peak == 4 * 20 + 5
-    assert memory_of_whole([10, 10], None, many, num_replicas=2).peak == 4 * 20 + 500
+    replicas = Layout(MeshShape(dp_replicate=2), 1)
+    assert memory_of_whole(COSTS, replicas, [10, 10], 5, 0).peak == 5 * 20
+    assert memory_of_whole(COSTS, WHOLE, [10, 10], 5, 0).peak == 4 * 20 + 5
+    assert memory_of_whole(COSTS, replicas, [10, 10], 500, 0).peak == 4 * 20 + 500
 
 
 def test_layers_without_parameters_are_no_units() -> None:
-    assert memory_of_whole([10, 0, 10, 0], 2, Held(2.0, 5)).unsharded == 20
-    assert memory_of_whole([0, 0], 2, Held(2.0, 5)).unsharded == 0
+    shards = Layout(MeshShape(dp_shard=2), 1)
+    assert memory_of_whole(COSTS, shards, [10, 0, 10, 0], 5, 0).unsharded == 20
+    assert memory_of_whole(COSTS, shards, [0, 0], 5, 0).unsharded == 0
 
 
 def staged(num_microbatches: int = 4, **sizes: int) -> Layout:
@@ -79,15 +77,14 @@ def staged(num_microbatches: int = 4, **sizes: int) -> Layout:
 
 
 def test_stages_have_messages() -> None:
-    held = Held(2.0, 50, backward=7, update=60, messages=4)
-    memory = memory_of_part(20, staged(), held)
+    memory = memory_of_part(replace(COSTS, update_bytes=60.0), staged(), [30], 50, 7, 4)
     assert (memory.buffers, memory.temporary) == (4, 10)
 
 
 @pytest.mark.parametrize(("num_microbatches", "gradients"), [(1, 10), (2, 20)])
 def test_sharded_stages_accumulate_whole_gradients(num_microbatches: int, gradients: int) -> None:
     layout = staged(num_microbatches, dp_shard=2)
-    shards = memory_of_part(20, layout, Held(2.0, 50, messages=4))
+    shards = memory_of_part(COSTS, layout, [5] * 4, 50, 0, 4)
     assert (shards.parameters, shards.optimizer_state, shards.unsharded) == (10, 20, 20)
     assert (shards.gradients, shards.buffers, shards.temporary) == (gradients, 4, 0)
     assert 20 * bytes_per_parameter_byte(2.0, layout) == 10 + 20 + 20 + gradients
@@ -95,12 +92,11 @@ def test_sharded_stages_accumulate_whole_gradients(num_microbatches: int, gradie
 
 @pytest.mark.parametrize(("activations", "temporary"), [(0, 30), (10, 20), (50, 0)])
 def test_gradients_are_copied_when_activations_are_gone(activations: int, temporary: int) -> None:
-    held = Held(2.0, activations)
-    shards = memory_of_part(20, staged(dp_shard=2), held, largest_unit=15)
+    shards = memory_of_part(COSTS, staged(dp_shard=2), [5, 15], activations, 0, 0)
     assert shards.temporary == temporary
-    replicas = memory_of_part(30, staged(dp_replicate=2), held)
+    replicas = memory_of_part(COSTS, staged(dp_replicate=2), [15, 15], activations, 0, 0)
     assert replicas.temporary == temporary
-    large = memory_of_part(2**30, staged(dp_replicate=2), held)
+    large = memory_of_part(COSTS, staged(dp_replicate=2), [2**30], activations, 0, 0)
     assert large.temporary == 2 * 25 * 2**20 - activations
 
 
@@ -118,11 +114,13 @@ def test_messages_go_to_the_ranks_beside(pp: int, stages_per_rank: int, pairs: l
 def test_an_update_needs_what_its_largest_parameter_or_all_of_them_need(
     together: bool, update: float
 ) -> None:
-    costs = replace(model(), update_bytes=60.0, updates_together=together)  # of 400 bytes
+    costs = replace(COSTS, update_bytes=60.0, updates_together=together)  # of 400 bytes
     layout = Layout(MeshShape(pp=2), 8)
-    assert held_beside(costs, layout, 100, 0.0, 0.0).update == update
-    assert held_beside(costs, layout, 20, 0.0, 0.0).update == min(
+    assert memory_of_part(costs, layout, [100], 0, 0, 0).temporary == update
+    assert memory_of_part(costs, layout, [20], 0, 0, 0).temporary == min(
         40.0, update / 5 if together else 60.0
     )
-    shards = replace(layout, mesh=MeshShape(pp=2, dp_shard=2))
-    assert held_beside(costs, shards, 100, 0.0, 0.0).update == update / 2
+    # Two ranks share an update of 90 bytes; 20 of two gathered units are gone by then.
+    shards = Layout(MeshShape(dp_shard=2), 8)
+    shared = replace(costs, update_bytes=360.0 if together else 90.0)
+    assert memory_of_whole(shared, shards, [10] * 10, 0, 0).temporary == 45 - 20
