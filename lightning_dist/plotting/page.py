@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_dist.engine.common.table import Table, scale_of_bytes
-from lightning_dist.engine.profiling.account import Use
-from lightning_dist.engine.profiling.record import PhaseKind
+from lightning_dist.engine.profiling.account import Use, use_of
+from lightning_dist.engine.profiling.record import Phase
 from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.profiling.summary import memory_table, summary_table, time_table
-from lightning_dist.engine.schedules.actions import ActionKind
-from lightning_dist.engine.schedules.timeline import Span, SpanKind
+from lightning_dist.engine.schedules.timeline import Span
 from lightning_dist.plotting.profile import Bars
 from lightning_dist.plotting.style import BLUE, GREEN, OF_USES, SKY
 
@@ -47,7 +46,6 @@ new Response(stream).text().then((source) => {
   }
 });
 """
-_PHASE_USES = {PhaseKind.DATA_LOADING: Use.DATA_LOADING, PhaseKind.CHECKPOINT: Use.CHECKPOINT}
 
 
 def write_page(report: ProfileReport, path: str | os.PathLike[str]) -> None:
@@ -111,16 +109,14 @@ def _place_of(figure: Figure) -> str:
 
 
 def _timeline(report: ProfileReport) -> Figure:
-    phases = [p for r in report.records for p in r.phases if p.kind in _PHASE_USES]
-    zero = min([report.timeline.start_seconds, *(phase.start_seconds for phase in phases)])
+    parts: list[tuple[Span | Phase, str]] = [(s, str(s.action)) for s in report.timeline.spans]
+    parts += [(phase, phase.kind.value) for record in report.records for phase in record.phases]
+    shown = [(use, part, text) for part, text in parts if (use := use_of(part)) is not None]
+    zero = min((part.start_seconds for _, part, _ in shown), default=0.0)
     bars: dict[Use, list[tuple[int, float, float, str]]] = {}
-    for span in report.timeline.spans:
-        start, duration = (span.start_seconds - zero) * 1e3, span.duration_seconds * 1e3
-        bars.setdefault(_use_of(span), []).append((span.rank, start, duration, str(span.action)))
-    for phase in phases:
-        start = (phase.start_seconds - zero) * 1e3
-        entry = (phase.rank, start, phase.duration_seconds * 1e3, phase.kind.value)
-        bars.setdefault(_PHASE_USES[phase.kind], []).append(entry)
+    for use, part, text in shown:
+        start, duration = (part.start_seconds - zero) * 1e3, part.duration_seconds * 1e3
+        bars.setdefault(use, []).append((part.rank, start, duration, text))
     figure = _figure("What happened when", "time (ms)", len(report.records), barmode="overlay")
     for use in Use:
         if use in bars:
@@ -145,13 +141,6 @@ def _boxes(use: Use, entries: Sequence[tuple[int, float, float, str]]) -> Any:
         marker={"color": OF_USES[use], "line": {"color": "white", "width": 0.3}},
         hovertemplate="%{text}: %{x:.3f} ms from %{base:.3f} ms",
     )
-
-
-def _use_of(span: Span) -> Use:
-    if span.kind is SpanKind.COMPUTE:
-        return Use.FORWARD if span.action.kind is ActionKind.FORWARD else Use.BACKWARD
-    others = {SpanKind.UPDATE: Use.UPDATE, SpanKind.WAIT: Use.WAITING}
-    return others.get(span.kind, Use.COMMUNICATION)
 
 
 def _layers(report: ProfileReport) -> Figure:

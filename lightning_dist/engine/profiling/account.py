@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from lightning_dist.engine.profiling.exposure import Interval, length, outside, union
 from lightning_dist.engine.profiling.record import Phase, PhaseKind, RankRecord
@@ -28,15 +29,22 @@ class Use(StrEnum):
     """Lightning's loop, loggers, callbacks."""
 
 
-_OF_PHASES = {
-    PhaseKind.DATA_LOADING: Use.DATA_LOADING,
-    PhaseKind.CHECKPOINT: Use.CHECKPOINT,
-}
-_OF_SPANS = {
-    SpanKind.UPDATE: Use.UPDATE,
-    SpanKind.WAIT: Use.WAITING,
-    SpanKind.COMMUNICATION: Use.COMMUNICATION,
-}
+_OF_KINDS: Mapping[str, Use] = MappingProxyType(
+    {
+        PhaseKind.DATA_LOADING: Use.DATA_LOADING,
+        PhaseKind.CHECKPOINT: Use.CHECKPOINT,
+        SpanKind.UPDATE: Use.UPDATE,
+        SpanKind.WAIT: Use.WAITING,
+        SpanKind.COMMUNICATION: Use.COMMUNICATION,
+    }
+)
+
+
+def use_of(part: Span | Phase) -> Use | None:
+    """Returns the use of a span or phase; None for validation, which is in no step."""
+    if isinstance(part, Span) and part.kind is SpanKind.COMPUTE:
+        return Use.FORWARD if part.action.kind is ActionKind.FORWARD else Use.BACKWARD
+    return _OF_KINDS.get(part.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ def account_for(record: RankRecord) -> Account:
         if phase.kind is PhaseKind.VALIDATION
     ]
     total = length(outside(record.steps, validation)) / count
-    found = {use: value / count for use, value in _by_use(record.spans, record.phases).items()}
+    found = {use: value / count for use, value in _by_use([*record.spans, *record.phases]).items()}
     if record.exposure is not None and not found[Use.WAITING] + found[Use.COMMUNICATION]:
         for use in (Use.FORWARD, Use.BACKWARD, Use.UPDATE):
             part = record.exposure.shares.get(use.value, 0.0) * found[use]
@@ -80,17 +88,11 @@ def account_for(record: RankRecord) -> Account:
     return Account(total, found)
 
 
-def _by_use(spans: tuple[Span, ...], phases: tuple[Phase, ...]) -> dict[Use, float]:
+def _by_use(parts: Iterable[Span | Phase]) -> dict[Use, float]:
     intervals: dict[Use, list[Interval]] = {use: [] for use in Use}
-    for span in spans:
-        use = _OF_SPANS.get(span.kind, Use.BACKWARD)
-        if span.kind is SpanKind.COMPUTE and span.action.kind is ActionKind.FORWARD:
-            use = Use.FORWARD
-        intervals[use].append((span.start_seconds, span.end_seconds))
-    for phase in phases:
-        if phase.kind in _OF_PHASES:
-            use = _OF_PHASES[phase.kind]
-            intervals[use].append((phase.start_seconds, phase.end_seconds))
+    for part in parts:
+        if (use := use_of(part)) is not None:
+            intervals[use].append((part.start_seconds, part.end_seconds))
     seconds: dict[Use, float] = {}
     before: list[Interval] = []
     for use, own in intervals.items():
