@@ -24,11 +24,7 @@ from lightning_dist.planner import run_plan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line.
-
-    Args:
-        arguments: Words of the command line; None takes those of the process.
-    """
+    """Runs the command line: some words, or those of this process."""
     parser = argparse.ArgumentParser(prog="python -m lightning_dist")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     merge = commands.add_parser("merge", help="make one Lightning checkpoint file of a sharded one")

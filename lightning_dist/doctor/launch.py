@@ -48,10 +48,7 @@ class Launch:
 
 
 def find_environment() -> tuple[ClusterEnvironment, str]:
-    """Finds the cluster environment as Lightning does.
-
-    Returns:
-        The environment, and the launcher with the reason for the choice.
+    """Finds the cluster environment as Lightning does, and names the launcher with the reason.
 
     Raises:
         StoppedError: Lightning refuses the variables of the launcher.
@@ -69,10 +66,6 @@ def find_environment() -> tuple[ClusterEnvironment, str]:
 
 def read_launch(environment: ClusterEnvironment, origin: str) -> Launch:
     """Reads the launch of this process from its environment, when all processes are started.
-
-    Args:
-        environment: The environment of :func:`find_environment`.
-        origin: The launcher, and the reason for the choice.
 
     Raises:
         StoppedError: A variable is missing, is no number, or does not go with another.

@@ -42,11 +42,7 @@ class Link:
 
 
 def rounds_of_pairs(hosts: Mapping[int, str]) -> list[list[tuple[int, int]]]:
-    """Lists the pairs to measure; those of a round are measured at the same time.
-
-    Args:
-        hosts: The host of each rank.
-    """
+    """Lists the pairs to measure; those of a round are measured at the same time."""
     if len(hosts) <= _MOST_ALONE:
         return [[pair] for pair in combinations(sorted(hosts), 2)]
     firsts = list({host: rank for rank, host in sorted(hosts.items(), reverse=True)}.values())

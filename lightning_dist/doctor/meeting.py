@@ -26,11 +26,7 @@ GRACE_SECONDS = 10.0  # for rank 0 to judge, or to be a little late
 
 
 class Meeting:
-    """The store at which the ranks have met.
-
-    Args:
-        launch: The launch of this process.
-        seconds: How long the ranks wait for each other here.
+    """The store at which the ranks have met; they wait for each other for some seconds.
 
     Raises:
         StoppedError: This rank could not reach the store.
@@ -55,8 +51,7 @@ class Meeting:
     ) -> dict[int, Any]:
         """Gathers a value of some ranks on rank 0, which waits for them.
 
-        Returns:
-            On rank 0 the values that came in time, on another rank its own.
+        On rank 0 these are the values that came in time, on another rank its own.
         """
         own = self._launch.rank
         self._put(f"{name}/{own}", value)

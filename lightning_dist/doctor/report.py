@@ -97,12 +97,7 @@ class Report:
         return max((result.status for result in self.results.values()), default=Status.OK)
 
     def end(self, hosts: Mapping[int, str], left_out: Sequence[str]) -> None:
-        """Prints what all of it comes to.
-
-        Args:
-            hosts: The hosts of the ranks that are known.
-            left_out: Names of checks that were not run.
-        """
+        """Prints what all of it comes to, and which checks were left out."""
         if not self.is_shown:
             return
         if self.as_json:

@@ -27,11 +27,7 @@ _ROWS_PER_RANK = 4
 
 
 class Toy(pl.LightningModule):
-    """A sequence of layers that each strategy can train, in float64.
-
-    Args:
-        mesh: The mesh to be trained on; it determines sizes that it divides.
-    """
+    """Layers in float64 that each strategy can train, of sizes that the mesh divides."""
 
     def __init__(self, mesh: MeshShape) -> None:
         super().__init__()
@@ -111,14 +107,7 @@ def check_steps(run: Run, name: str, build: Build) -> Result:
 def judge_weights(
     mesh: MeshShape, weights: Mapping[str, Tensor], right: Mapping[str, Tensor], *, is_exact: bool
 ) -> Result:
-    """Judges the weights that a strategy has trained.
-
-    Args:
-        mesh: The strategy's mesh.
-        weights: The weights, by name.
-        right: Those of one device.
-        is_exact: Whether both should be equal.
-    """
+    """Judges the weights that a strategy has trained, by the right ones if it is exact."""
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items() if size > 1)
     where = f"ten steps on {sizes or 'one rank'}"
     if not all(bool(weight.isfinite().all()) for weight in weights.values()):

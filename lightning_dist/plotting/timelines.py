@@ -95,14 +95,7 @@ def plot_timelines(
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, title: str, span_ms: float) -> None:
-    """Draws a timeline into a panel.
-
-    Args:
-        axes: The panel.
-        timeline: A measured or simulated timeline, which begins at zero in the picture.
-        title: Title of the panel.
-        span_ms: Length of the scale, in milliseconds.
-    """
+    """Draws a timeline into a panel, from zero, on a scale of so many milliseconds."""
     timeline = timeline.shifted_to_zero()
     for rank in range(timeline.num_ranks):
         spans = [s for s in timeline.spans if s.rank == rank and _colour(s) is not None]

@@ -52,12 +52,7 @@ def clip_grad_norm_(
 
 
 def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
-    """Clips each element of the gradients.
-
-    Args:
-        parameters: This rank's parameters, sharded or whole.
-        clip_value: Largest absolute value.
-    """
+    """Clips each element of the gradients of this rank's parameters, sharded or whole."""
     for group in _group_alike(parameters):
         utils.clip_grad_value_(group, clip_value)
 

@@ -75,11 +75,7 @@ def gather_rank_table(
 ) -> RankTable:
     """Returns the table of all ranks. Collective: every rank must call it.
 
-    Args:
-        module: This rank's part of the model.
-        mesh: Sizes of the mesh.
-        layers: This rank's layers, in words.
-        group: A gloo group of all ranks.
+    ``layers`` are this rank's, in words; the group is a gloo group of all ranks.
     """
     held = [local_part(parameter.detach()) for parameter in module.parameters()]
     own = RankRow(

@@ -75,9 +75,7 @@ def activations_of(layers: Sequence[LayerCosts]) -> int:
 def transients_of(layers: Sequence[LayerCosts], rest_bytes: int = 0) -> int:
     """Returns the most bytes that backwards of layers on one rank need besides what they keep.
 
-    Args:
-        layers: Layers that follow each other.
-        rest_bytes: Bytes that are kept for what follows them.
+    The layers follow each other, and ``rest_bytes`` are kept for what follows them.
     """
     freed, most = rest_bytes, 0
     for layer in reversed(layers):

@@ -48,14 +48,7 @@ class TrafficLedger:
         self._bytes: Counter[tuple[MessageKind, tuple[str, ...]]] = Counter()
 
     def add(self, kind: MessageKind, axes: tuple[str, ...], num_bytes: int, count: int = 1) -> None:
-        """Adds one or several messages.
-
-        Args:
-            kind: Kind of the messages.
-            axes: Axes along which the ranks that exchange the messages differ.
-            num_bytes: Bytes of all the messages together, each at its larger end.
-            count: Number of messages.
-        """
+        """Adds messages of so many bytes together, each at its larger end; see :class:`Traffic`."""
         self._counts[kind, axes] += count
         self._bytes[kind, axes] += num_bytes
 

@@ -64,8 +64,7 @@ def steady(timeline: Timeline) -> Timeline:
 def measured_costs(spans: Sequence[Span], num_stages: int) -> StageCosts | None:
     """Returns the costs of stages: medians over micro-batches, and over replicas.
 
-    Returns:
-        The costs; None if some stage has not run forward and backward.
+    There are none (None) if some stage has not run forward and backward.
     """
     forward = _medians(spans, ActionKind.FORWARD)
     whole = _medians(spans, ActionKind.BACKWARD)
@@ -88,9 +87,7 @@ def measured_costs(spans: Sequence[Span], num_stages: int) -> StageCosts | None:
 def predicted_timeline(shape: PipelineShape, costs: StageCosts) -> Timeline:
     """Simulates the schedule with measured costs, and transfers that take no time.
 
-    Returns:
-        The timeline of one batch; for an asynchronous pipeline of some batches between fill and
-        drain.
+    It is of one batch; for an asynchronous pipeline of some batches between fill and drain.
     """
     if not shape.family.update_rule.is_asynchronous:
         return simulate(lower(shape.build(1)), costs)

@@ -65,13 +65,7 @@ class Exposure:
         computing: Iterable[Interval],
         parts: Mapping[str, Sequence[Interval]],
     ) -> Exposure:
-        """Creates the exposure from the times of collectives and of compute.
-
-        Args:
-            collectives: Intervals of collectives in seconds.
-            computing: Intervals of compute in seconds.
-            parts: Intervals of the step's parts in seconds, by name.
-        """
+        """Creates it from intervals of collectives, of compute, and of a step's parts by name."""
         exposed = outside(collectives, computing)
         shares = {
             name: 1.0 - length(outside(part, exposed)) / length(part)

@@ -65,14 +65,8 @@ def measure_links(mesh: DeviceMesh, last_bytes: int = _LAST_BYTES) -> dict[str, 
 def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
     """Fits the link over which a ring would take as long as the backend's all-reduce.
 
-    Collective: every rank of the world must call it, each with its group of the same axis.
-
-    Args:
-        group: A group of several ranks.
-        device: Device of the tensors that are sent.
-
-    Returns:
-        The link, on all ranks the same.
+    Collective: every rank of the world must call it, each with its group of the same axis. All
+    ranks return the same.
     """
     size, algorithm = dist.get_world_size(group), ring(MessageKind.ALL_REDUCE)
     seconds = []
@@ -112,13 +106,8 @@ def seconds_of(
 ) -> float:
     """Measures a function. Collective: every rank of the world must call it.
 
-    Args:
-        run: The function.
-        device: Device of its tensors.
-        per_round: Seconds that each of three rounds may take.
-
-    Returns:
-        Seconds of one of several runs in a row, on the rank that took longest.
+    Returns the seconds of one of several runs in a row, on the rank that took longest; each of
+    three rounds may take ``per_round`` seconds.
     """
 
     def runs(count: int) -> float:

@@ -58,12 +58,7 @@ class _Part:
 
 
 class Estimator:
-    """Estimates layouts of one model on one machine, and remembers what they have in common.
-
-    Args:
-        costs: Costs of the model.
-        machine: The machine.
-    """
+    """Estimates layouts of one model on one machine, and remembers what they have in common."""
 
     def __init__(self, costs: ModelCosts, machine: Machine) -> None:
         self.costs = costs

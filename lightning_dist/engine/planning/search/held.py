@@ -32,12 +32,7 @@ def memory_of_whole(
 ) -> RankMemory:
     """Returns the memory of a rank without stages, whose FSDP units are the layers.
 
-    Args:
-        costs: Costs of the model.
-        layout: The layout.
-        sizes: Bytes of each layer's parameters, before they are sharded.
-        activations: Bytes of activations.
-        backward: Bytes that a backward needs for a moment.
+    The arguments are those of :func:`memory_of_part`.
     """
     mesh, part = layout.mesh, TrainedPart(sum(sizes), round(activations))
     if mesh.has_whole_layers or mesh.data_size == 1:
@@ -127,9 +122,7 @@ def bytes_between_stages(layout: Layout, rank: int, boundary_bytes: float) -> fl
 def bytes_per_parameter_byte(states: float, layout: Layout) -> float:
     """Returns the least bytes that a rank holds for each byte of its parameters, unsharded.
 
-    Args:
-        states: Bytes of optimizer state for each byte of parameters.
-        layout: The layout.
+    ``states`` are the bytes of optimizer state for each byte of parameters.
     """
     shards = layout.mesh.dp_shard
     least = (2.0 + states) / shards

@@ -66,11 +66,6 @@ def batch_to_ranks(machine: Machine, layout: Layout, sample_bytes: float) -> dic
     """Returns the wait for a batch that one rank of a replica reads.
 
     It goes from each of the replica's ranks to the next.
-
-    Args:
-        machine: The machine.
-        layout: The layout.
-        sample_bytes: Bytes of a sample.
     """
     mesh = layout.mesh
     num_hops = mesh.pp * mesh.tp - 1

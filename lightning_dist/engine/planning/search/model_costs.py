@@ -40,11 +40,7 @@ class MeasuredBatch:
     transient_bytes: int = 0
 
     def held_by_stages(self, partition: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Returns the bytes that each stage keeps, and those that its backward needs for a moment.
-
-        Args:
-            partition: Number of layers of each stage.
-        """
+        """Returns the bytes that each stage keeps, and what its backward needs for a moment."""
         ends = list(accumulate(partition))
         layers = self.step.layers
         stages = [layers[end - n : end] for end, n in zip(ends, partition, strict=True)]
@@ -185,10 +181,7 @@ def averaged(costs: Sequence[ModelCosts]) -> ModelCosts:
     """Returns the mean costs of one model on several ranks, with what they wait for each other.
 
     Times vary from rank to rank and from moment to moment. Ranks that meet in each layer take as
-    long as the slowest one.
-
-    Args:
-        costs: The costs on each rank, at the same sizes; one or more.
+    long as the slowest one. All have been measured at the same sizes.
     """
     same_batches = [*zip(*(each.batches for each in costs), strict=True)]
     mean, slowest = (

@@ -36,14 +36,8 @@ def estimate_offset(pings: Sequence[Ping]) -> ClockOffset:
 def exchange_pings(clock: Callable[[], float], group: dist.ProcessGroup) -> tuple[ClockOffset, ...]:
     """Measures each rank's clock offset from the first rank's. Collective: every rank must call it.
 
-    The first rank asks the others in turn, so that no message waits for another one.
-
-    Args:
-        clock: Clock of this rank, in seconds.
-        group: A gloo group, in which nothing else may be under way.
-
-    Returns:
-        The offsets by rank of the group, the same on all ranks.
+    The first rank asks the others in turn, so that no message waits for another one. The group is a
+    gloo group, in which nothing else may be under way. All ranks return the same, by rank.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     offsets = [ClockOffset() for _ in range(size)]

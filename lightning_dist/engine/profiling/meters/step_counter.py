@@ -25,11 +25,9 @@ from lightning_dist.engine.tensors.observers import OperationWatch, Watch
 
 
 class StepCounter:
-    """Counts from :meth:`start` to :meth:`stop`.
+    """Counts from :meth:`start` to :meth:`stop`; the mesh gives the axes of a message.
 
-    Args:
-        mesh: Sizes of the mesh, which give the axes of a message.
-        parameters: Parameters, whose memory is no activation.
+    The parameters' memory is no activation.
     """
 
     def __init__(self, mesh: MeshShape, parameters: Iterable[Tensor]) -> None:

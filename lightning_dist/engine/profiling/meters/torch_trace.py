@@ -55,12 +55,9 @@ def part_of_step(name: str) -> record_function:
 
 
 def exposure_of(events: Iterable[Any], *, on_device: bool) -> Exposure:
-    """Creates the exposure from the events of a trace.
+    """Creates the exposure from the events of a trace: of ``autograd_profile.kineto_results``.
 
-    Args:
-        events: Events of ``torch.autograd.profiler.profile.kineto_results``, with times in
-            nanoseconds.
-        on_device: Whether kernels count, and not operations of the host.
+    With ``on_device`` kernels count, and not operations of the host.
     """
     collectives: list[Interval] = []
     computing: dict[int, list[Interval]] = {}

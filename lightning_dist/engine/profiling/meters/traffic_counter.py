@@ -51,12 +51,7 @@ _KINDS: Mapping[Any, MessageKind] = MappingProxyType(
 
 
 class TrafficCounter:
-    """Adds collectives to a ledger; those in a group of one rank do not count.
-
-    Args:
-        ledger: The ledger.
-        mesh: Sizes of the mesh, to distinguish the groups.
-    """
+    """Adds collectives over a mesh to a ledger; those in a group of one rank do not count."""
 
     def __init__(self, ledger: TrafficLedger, mesh: MeshShape) -> None:
         self._ledger = ledger
