@@ -15,10 +15,9 @@ from lightning_dist.callbacks.loop_profiler import LoopProfiler
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
 from lightning_dist.engine.profiling.exposure import Exposure
-from lightning_dist.engine.profiling.meters.flops import num_samples, num_tokens
 from lightning_dist.engine.profiling.meters.memory import bytes_of, gradient_bytes, optimizer_bytes
 from lightning_dist.engine.profiling.meters.recorder import Recorder
-from lightning_dist.engine.profiling.meters.step_counter import StepCounter
+from lightning_dist.engine.profiling.meters.step_counter import StepCounter, num_samples, num_tokens
 from lightning_dist.engine.profiling.meters.torch_trace import CollectiveTrace
 from lightning_dist.engine.profiling.record import (
     MemoryUse,

@@ -15,13 +15,14 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.profiler import profile
 from typing_extensions import override
 
 from lightning_dist.callbacks.output import publish
 from lightning_dist.callbacks.rank_watch import RankWatch
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
-from lightning_dist.engine.profiling.meters.torch_trace import TorchTrace
+from lightning_dist.engine.profiling.meters.torch_trace import trace_for_perfetto
 from lightning_dist.engine.profiling.record import ClockOffset, PhaseKind, RankRecord
 from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.profiling.step_plan import Role, StepPlan
@@ -68,7 +69,7 @@ class StepProfiler(pl.Callback):
         self._directory = Path()
         self._batch = 0
         self._watch: RankWatch | None = None
-        self._torch: TorchTrace | None = None
+        self._torch: profile | None = None
         self._report: ProfileReport | None = None
 
     @property
@@ -102,9 +103,8 @@ class StepProfiler(pl.Callback):
         self._directory = Path(directory)
         self._batch = 0
         self._report = None
-        self._watch = watch = RankWatch(trainer, pl_module)
-        self._plan = replace(self._plan, num_counted=watch.num_counted)
-        self._torch = TorchTrace(watch.device) if self._torch_profiler else None
+        self._watch = RankWatch(trainer, pl_module)
+        self._plan = replace(self._plan, num_counted=self._watch.num_counted)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -177,7 +177,8 @@ class StepProfiler(pl.Callback):
         if plan.ends_timing(number):
             self._finish(pl_module, watch, number)
         if plan.begins_timing(self._batch):
-            if self._torch is not None:
+            if self._torch_profiler:
+                self._torch = trace_for_perfetto(watch.device)
                 self._torch.start()
             watch.begin_timing()
 
@@ -205,4 +206,5 @@ class StepProfiler(pl.Callback):
             self._torch.stop()
             self._directory.mkdir(parents=True, exist_ok=True)
             name = f"torch_rank{record.place.rank}_batch{first_batch}.json.gz"
-            self._torch.write(self._directory / name)
+            self._torch.export_chrome_trace(str(self._directory / name))
+            self._torch = None

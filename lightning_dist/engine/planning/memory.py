@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from lightning_dist.engine.common.names import check_count
+
 
 @dataclass(frozen=True, slots=True)
 class TrainedPart:
@@ -84,7 +86,7 @@ def replicated(part: TrainedPart, num_replicas: int, *, accumulates: bool = Fals
     Raises:
         ValueError: There is no replica.
     """
-    _check_ranks("num_replicas", num_replicas)
+    check_count("num_replicas", num_replicas)
     return RankMemory(
         parameters=part.parameter_bytes,
         gradients=part.parameter_bytes,
@@ -113,7 +115,7 @@ def sharded(
     Raises:
         ValueError: There is no rank.
     """
-    _check_ranks("shard_size", shard_size)
+    check_count("shard_size", shard_size)
     share = -(-part.parameter_bytes // shard_size)
     return RankMemory(
         parameters=share,
@@ -143,8 +145,8 @@ def pipelined(
     Raises:
         ValueError: There is no micro-batch, or no version.
     """
-    _check_ranks("num_microbatches_in_flight", num_microbatches_in_flight)
-    _check_ranks("num_versions", num_versions)
+    check_count("num_microbatches_in_flight", num_microbatches_in_flight)
+    check_count("num_versions", num_versions)
     each = stage.parameter_bytes if version_bytes is None else version_bytes
     return RankMemory(
         parameters=stage.parameter_bytes,
@@ -153,8 +155,3 @@ def pipelined(
         activations=num_microbatches_in_flight * stage.activation_bytes,
         stash=(num_versions - 1) * each,
     )
-
-
-def _check_ranks(name: str, number: int) -> None:
-    if number < 1:
-        raise ValueError(f"{name}={number} must be at least 1.")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 from lightning_dist.engine.profiling.exposure import Interval, length, outside, union
 from lightning_dist.engine.profiling.record import Phase, PhaseKind, RankRecord
@@ -47,13 +47,10 @@ def use_of(part: Span | Phase) -> Use | None:
     return _OF_KINDS.get(part.kind)
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """The uses of one rank's time, in seconds per step.
+class Account(NamedTuple):
+    """The uses of one rank's time: seconds of a step without validation, and those of each use.
 
-    Attributes:
-        step_seconds: Time of a whole step, without validation.
-        seconds: Time by use; the sum is a whole step.
+    The latter's sum is a whole step.
     """
 
     step_seconds: float

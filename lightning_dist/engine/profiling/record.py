@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lightning_dist.engine.planning.layer_costs import LayerCosts
 from lightning_dist.engine.planning.memory import RankMemory
@@ -15,14 +15,8 @@ from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.timeline import Span
 
 
-@dataclass(frozen=True, slots=True)
-class ClockOffset:
-    """How far one clock is ahead of another.
-
-    Attributes:
-        seconds: Estimate of the offset.
-        uncertainty_seconds: Bound of the estimate's error.
-    """
+class ClockOffset(NamedTuple):
+    """How far one clock is ahead of another, and a bound of the estimate's error."""
 
     seconds: float = 0.0
     uncertainty_seconds: float = 0.0

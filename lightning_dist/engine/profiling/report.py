@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median_low
 from types import MappingProxyType
+from typing import NamedTuple
 
 from lightning_dist.engine.planning.layer_costs import LayerCosts
 from lightning_dist.engine.planning.traffic import MessageKind
@@ -67,14 +68,8 @@ _INPUT_BOUND = 0.1
 """A run is input-bound if a rank waits for its batches at least this share of a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Straggler:
-    """A rank that computes longer than others with the same work.
-
-    Attributes:
-        place: The rank.
-        ratio: The rank's time over the others' time.
-    """
+class Straggler(NamedTuple):
+    """A rank that computes longer than others with the same work, and its time over theirs."""
 
     place: RankPlace
     ratio: float
@@ -84,14 +79,8 @@ class Straggler:
         return f"rank {self.place.rank} on {self.place.host} ({self.ratio:.2f} x its peers)"
 
 
-@dataclass(frozen=True, slots=True)
-class InputWait:
-    """A rank's wait for its batches.
-
-    Attributes:
-        place: The rank.
-        share: The wait's share of a step.
-    """
+class InputWait(NamedTuple):
+    """A rank's wait for its batches, as a share of a step."""
 
     place: RankPlace
     share: float

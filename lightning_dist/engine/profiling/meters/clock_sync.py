@@ -49,7 +49,7 @@ def exchange_pings(clock: Callable[[], float], group: dist.ProcessGroup) -> tupl
         elif rank == peer:
             for _ in range(_NUM_PINGS):
                 _answer(clock, first, group)
-    flat = torch.tensor([(o.seconds, o.uncertainty_seconds) for o in offsets], dtype=torch.float64)
+    flat = torch.tensor(offsets, dtype=torch.float64)
     dist.broadcast(flat, first, group=group)
     return tuple(ClockOffset(*row) for row in flat.tolist())
 

@@ -8,7 +8,6 @@ Kineto's records are read directly: ``events()`` of the profiler takes longer th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,27 +84,8 @@ def _interval(event: Any) -> Interval:
     return event.start_ns() / 1e9, event.end_ns() / 1e9
 
 
-class TorchTrace:
-    """Traces from :meth:`start` to :meth:`write`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._profile: profile | None = None
-
-    def start(self) -> None:
-        """Begins the trace."""
-        on_device = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
-        # There is one cycle, but torch before 2.13 still warns that other cycles' events get lost.
-        self._profile = profile(activities=[ProfilerActivity.CPU, *on_device], acc_events=True)
-        self._profile.start()
-
-    def stop(self) -> None:
-        """Ends the trace, if it has begun."""
-        if self._profile is not None:
-            self._profile.stop()
-
-    def write(self, path: Path) -> None:
-        """Writes the trace for Perfetto to a file that ends in .json or .json.gz."""
-        assert self._profile is not None
-        self._profile.export_chrome_trace(str(path))
-        self._profile = None
+def trace_for_perfetto(device: torch.device) -> profile:
+    """Returns a profiler of this process and its device, for ``export_chrome_trace``."""
+    on_device = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    # There is one cycle, but torch before 2.13 still warns that other cycles' events get lost.
+    return profile(activities=[ProfilerActivity.CPU, *on_device], acc_events=True)

@@ -27,9 +27,9 @@ from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
 from lightning_dist.engine.planning.layer_costs import StepCosts, activations_of
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import MeasuredBatch, ModelCosts, TensorCosts
-from lightning_dist.engine.profiling.meters.flops import FlopCounter
 from lightning_dist.engine.profiling.meters.memory import ActivationMeter
 from lightning_dist.engine.profiling.meters.recorder import Recorder
+from lightning_dist.engine.profiling.meters.step_counter import FlopCounter
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.splitting.config import find_batch_statistics

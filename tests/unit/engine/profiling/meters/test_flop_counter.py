@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
-from lightning_dist.engine.profiling.meters.flops import FlopCounter
+from lightning_dist.engine.profiling.meters.step_counter import FlopCounter
 from lightning_dist.engine.tensors.observers import OperationWatch
 
 ROWS, WIDTH = 4, 8

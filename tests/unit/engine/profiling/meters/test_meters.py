@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.profiling.meters.flops import num_samples, num_tokens
 from lightning_dist.engine.profiling.meters.memory import (
     ActivationMeter,
     WeightsInUse,
@@ -19,7 +18,7 @@ from lightning_dist.engine.profiling.meters.memory import (
     gradient_bytes,
     optimizer_bytes,
 )
-from lightning_dist.engine.profiling.meters.step_counter import StepCounter
+from lightning_dist.engine.profiling.meters.step_counter import StepCounter, num_samples, num_tokens
 from lightning_dist.engine.profiling.meters.torch_trace import (
     CollectiveTrace,
     exposure_of,
