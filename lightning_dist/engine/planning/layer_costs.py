@@ -11,12 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from statistics import fmean, median
-from typing import TypeVar
 
 from lightning_dist.engine.planning.partition import MemoryLimit, partition_layers
 from lightning_dist.engine.schedules.simulator import StageCosts
-
-_Costs = TypeVar("_Costs", "LayerCosts", "StepCosts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +141,6 @@ class StepCosts:
         """Time of forward and backward of all layers and of the loss."""
         loss = self.loss_forward_seconds + self.loss_backward_seconds
         return sum(layer.seconds for layer in self.layers) + loss
-
-    def times(self, factor: float) -> StepCosts:
-        """Returns the costs where all takes so many times as long."""
-
-        def scaled(costs: _Costs) -> _Costs:
-            names = [field.name for field in fields(costs) if field.name.endswith("_seconds")]
-            return replace(costs, **{name: factor * getattr(costs, name) for name in names})
-
-        return replace(scaled(self), layers=tuple(map(scaled, self.layers)))
 
     def of_stages(self, layers_per_stage: Sequence[int]) -> StageCosts:
         """Returns the costs of the stages of a partition."""

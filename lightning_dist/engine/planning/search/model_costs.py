@@ -6,7 +6,7 @@ small micro-batch costs more per sample. Beyond the largest size they grow in pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from statistics import fmean
@@ -18,8 +18,6 @@ from lightning_dist.engine.planning.layer_costs import (
     activations_of,
     transients_of,
 )
-
-_Costs = TypeVar("_Costs", LayerCosts, StepCosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,9 @@ class MeasuredBatch:
         needs = [float(transients_of(stage)) for stage in stages[:-1]]
         last = transients_of(stages[-1], self.rest_bytes)
         return kept, [*needs, max(self.transient_bytes, last)]
+
+
+_Costs = TypeVar("_Costs", LayerCosts, StepCosts, MeasuredBatch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class ModelCosts:
         """
         found = self._between(num_samples)
         if num_microbatches != 1:
-            found = replace(found, step=found.step.times(self.waiting))
+            found = _combined([found], lambda own: self.waiting * own[0], _TIMES)
         layers = list(found.step.layers)
         if tp > 1:
             layers = self.tensor[tp].on_each_rank(layers, tp)
@@ -168,13 +169,14 @@ class ModelCosts:
     def _between(self, num_samples: float) -> MeasuredBatch:
         first, *_, last = (*self.batches, self.batches[-1])
         if num_samples >= last.num_samples:
-            return _blend(None, last, num_samples / last.num_samples)
+            factor = num_samples / last.num_samples
+            return _combined([last], lambda high: factor * high[0], _OF_SIZE)
         if num_samples <= first.num_samples:
             return first
         above = next(b for b in self.batches if b.num_samples >= num_samples)
         below = self.batches[self.batches.index(above) - 1]
         share = (num_samples - below.num_samples) / (above.num_samples - below.num_samples)
-        return _blend(below, above, share)
+        return _combined([below, above], lambda two: two[0] + share * (two[1] - two[0]), _OF_SIZE)
 
 
 def averaged(costs: Sequence[ModelCosts]) -> ModelCosts:
@@ -185,7 +187,7 @@ def averaged(costs: Sequence[ModelCosts]) -> ModelCosts:
     """
     same_batches = [*zip(*(each.batches for each in costs), strict=True)]
     mean, slowest = (
-        replace(costs[0], batches=tuple(_combined(same, how) for same in same_batches))
+        replace(costs[0], batches=tuple(_combined(same, how, _TIMES) for same in same_batches))
         for how in (fmean, max)
     )
     times = [sum(b.step.compute_seconds for b in each.batches) for each in (mean, slowest)]
@@ -196,41 +198,28 @@ def averaged(costs: Sequence[ModelCosts]) -> ModelCosts:
     )
 
 
+_STEP_TIMES = {field.name for field in fields(StepCosts) if field.name != "layers"}
+_TIMES = _STEP_TIMES | {"forward_seconds", "backward_seconds"}  # of layers, too
+_FIXED = {"name", "parameter_bytes", "resident_bytes", "version_bytes", "update_seconds"}
+_SIZES = {field.name for field in fields(LayerCosts)} | {"num_samples", "rest_bytes"}
+_OF_SIZE = (_SIZES | _STEP_TIMES) - _FIXED  # what depends on the samples of a micro-batch
+
+
 def _combined(
-    batches: Sequence[MeasuredBatch], how: Callable[[Iterable[float]], float]
+    batches: Sequence[MeasuredBatch],
+    how: Callable[[Sequence[float]], float],
+    names: Collection[str],
 ) -> MeasuredBatch:
-    def of(same: Sequence[_Costs], names: Sequence[str]) -> _Costs:
-        found: dict[str, Any] = {n: how([getattr(each, n) for each in same]) for n in names}
-        return replace(same[0], **found)
+    """Combines the numbers of these names; others are those of the last micro-batch."""
+
+    def of(same: Sequence[_Costs]) -> _Costs:
+        own = [field.name for field in fields(same[-1]) if field.name in names]
+        found: dict[str, Any] = {n: how([getattr(each, n) for each in same]) for n in own}
+        return replace(same[-1], **found)
 
     steps = [batch.step for batch in batches]
-    both, own = ("forward_seconds", "backward_seconds"), (*_STEP_FIELDS, "update_seconds")
-    layers = tuple(of(same, both) for same in zip(*(step.layers for step in steps), strict=True))
-    return replace(batches[0], step=replace(of(steps, own), layers=layers))
-
-
-_FIXED = ("parameter_bytes", "resident_bytes", "version_bytes")  # of any micro-batch
-_LAYER_FIELDS = [f.name for f in fields(LayerCosts) if f.name not in ("name", *_FIXED)]
-_STEP_FIELDS = [f.name for f in fields(StepCosts) if f.name not in ("layers", "update_seconds")]
-
-
-def _blend(below: MeasuredBatch | None, above: MeasuredBatch, share: float) -> MeasuredBatch:
-    """Returns costs on the line through two sizes, or through none and one."""
-
-    def mixed(low: object, high: object, names: list[str]) -> dict[str, Any]:
-        pairs = {n: (0.0 if low is None else getattr(low, n), getattr(high, n)) for n in names}
-        return {name: a + share * (b - a) for name, (a, b) in pairs.items()}
-
-    lows = [None] * len(above.step.layers) if below is None else below.step.layers
-    layers = tuple(
-        replace(high, **mixed(low, high, _LAYER_FIELDS))
-        for low, high in zip(lows, above.step.layers, strict=True)
-    )
-    own = mixed(None if below is None else below.step, above.step, _STEP_FIELDS)
-    return MeasuredBatch(
-        **mixed(below, above, ["num_samples", "rest_bytes", "transient_bytes"]),
-        step=replace(above.step, layers=layers, **own),
-    )
+    layers = tuple(of(same) for same in zip(*(step.layers for step in steps), strict=True))
+    return replace(of(batches), step=replace(of(steps), layers=layers))
 
 
 def _shard(layer: LayerCosts, left: float, num_meetings: int) -> LayerCosts:

@@ -65,7 +65,13 @@ def test_ranks_wait_for_the_slowest_in_each_layer_unless_they_take_turns() -> No
     assert found.waiting == pytest.approx(slowest / mean)
     assert found.waiting > 1.1
     alone, together = (found.at(1, num_microbatches=count).step for count in (1, 2))
-    assert together == alone.times(found.waiting)
+    for one, other in zip(alone.layers, together.layers, strict=True):
+        assert other == replace(
+            one,
+            forward_seconds=found.waiting * one.forward_seconds,
+            backward_seconds=found.waiting * one.backward_seconds,
+        )
+    assert together.compute_seconds == pytest.approx(found.waiting * alone.compute_seconds)
     assert alone.layers == found.batches[0].step.layers
     assert together.update_seconds == pytest.approx(4.0 * found.waiting)
 
