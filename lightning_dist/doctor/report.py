@@ -54,12 +54,7 @@ def fail(found: str, remedy: str, table: Table | None = None) -> Result:
 
 
 class StoppedError(Exception):
-    """No further check is possible on this rank.
-
-    Attributes:
-        check: Name of the check that has failed.
-        result: Its result.
-    """
+    """No further check is possible on this rank, since the named one has failed."""
 
     def __init__(self, check: str, result: Result) -> None:
         super().__init__(result.found)
@@ -68,12 +63,11 @@ class StoppedError(Exception):
 
 @dataclass
 class Report:
-    """The results so far.
+    """The results so far, by the names of their checks.
 
     Attributes:
         as_json: Whether nothing is printed but JSON at the end.
         is_shown: Whether this rank prints at all.
-        results: The results, by the names of their checks.
     """
 
     as_json: bool

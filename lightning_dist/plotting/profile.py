@@ -28,13 +28,7 @@ _DRAWN_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Stacked bars.
-
-    Attributes:
-        rows: The values of each bar by kind, by the bar's name.
-        colours: Colours of the kinds, in order.
-        unit: Unit of the values.
-    """
+    """Stacked bars: values by bar and kind, in a unit, and the kinds' colours in order."""
 
     rows: Mapping[str, Mapping[str, float]]
     colours: Mapping[str, str]

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-_FORWARD, _BACKWARD, _UPDATE, _WAIT = SKY, BLUE, ORANGE, PALE
-_WEIGHTS = GREEN
 _LAPS = (VERMILION, PURPLE, YELLOW)
 _UNDERLINE_HEIGHT = 0.14
 _ROW_HEIGHT = 0.82
@@ -102,14 +100,14 @@ def draw_timeline(axes: Axes, timeline: Timeline, title: str, span_ms: float) ->
         axes.broken_barh(
             [(s.start_seconds * 1e3, s.duration_seconds * 1e3) for s in spans],
             (rank - _ROW_HEIGHT / 2, _ROW_HEIGHT),
-            facecolors=[_colour(s) or _WAIT for s in spans],
+            facecolors=[_colour(s) or PALE for s in spans],
             edgecolor="white",
             linewidth=0.5,
         )
         _underline(axes, rank, [s for s in spans if s.kind is SpanKind.COMPUTE])
         for span in spans:
             _label(axes, span, span_ms)
-    axes.axvspan(0, timeline.makespan_seconds * 1e3, color=_WAIT, linewidth=0, zorder=0)
+    axes.axvspan(0, timeline.makespan_seconds * 1e3, color=PALE, linewidth=0, zorder=0)
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
@@ -156,11 +154,11 @@ def _label(axes: Axes, span: Span, span_ms: float) -> None:
 
 def _colour(span: Span) -> str | None:
     if span.kind is SpanKind.UPDATE:
-        return _UPDATE
+        return ORANGE
     if span.kind is not SpanKind.COMPUTE:
         return None
-    parts = {ActionKind.FORWARD: _FORWARD, ActionKind.BACKWARD_WEIGHT: _WEIGHTS}
-    return parts.get(span.action.kind, _BACKWARD)
+    parts = {ActionKind.FORWARD: SKY, ActionKind.BACKWARD_WEIGHT: GREEN}
+    return parts.get(span.action.kind, BLUE)
 
 
 def legend_of(
@@ -174,12 +172,12 @@ def legend_of(
     laps = max(_most_stages(timeline.spans) for timeline in timelines) - 1
     parted = ActionKind.BACKWARD_WEIGHT in kinds
     entries = {
-        "forward": _FORWARD,
-        "backward (or inputs' part)" if parted else "backward": _BACKWARD,
-        **({"weights' part": _WEIGHTS} if parted else {}),
-        **({"update": _UPDATE} if any(s.kind is SpanKind.UPDATE for s in spans) else {}),
+        "forward": SKY,
+        "backward (or inputs' part)" if parted else "backward": BLUE,
+        **({"weights' part": GREEN} if parted else {}),
+        **({"update": ORANGE} if any(s.kind is SpanKind.UPDATE for s in spans) else {}),
         **{f"a rank's stage {lap + 2}": _LAPS[lap % len(_LAPS)] for lap in range(laps)},
-        idle: _WAIT,
+        idle: PALE,
     }
     return [Patch(facecolor=c, edgecolor="#999999", label=n) for n, c in entries.items()]
 

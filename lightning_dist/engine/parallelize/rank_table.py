@@ -19,15 +19,9 @@ _NUM_SHOWN = 32
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank.
+    """One rank: where it is, its layers in words, and the elements and bytes of its parameters.
 
-    Attributes:
-        rank: Global rank.
-        host: Name of the rank's machine.
-        coordinates: The rank's index along each axis of the mesh.
-        layers: The rank's layers, in words.
-        num_parameters: Parameter elements that the rank holds; of a DTensor, its own shard.
-        num_bytes: Bytes of these parameter elements.
+    Of a DTensor, these are those of its own shard.
     """
 
     rank: int
@@ -40,12 +34,7 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """A table of all ranks; ``str`` draws it.
-
-    Attributes:
-        mesh: Sizes of the mesh.
-        rows: One row for each rank.
-    """
+    """A table of all ranks, one row for each; ``str`` draws it."""
 
     mesh: MeshShape
     rows: tuple[RankRow, ...]

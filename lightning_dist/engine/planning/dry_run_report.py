@@ -17,16 +17,7 @@ from lightning_dist.engine.planning.traffic import Traffic
 
 @dataclass(frozen=True, slots=True)
 class RankKind:
-    """Ranks that hold and send the same.
-
-    Attributes:
-        stages: Stages of the pipeline with such ranks.
-        num_ranks: Number of such ranks.
-        parameter_bytes: Bytes of a rank's shard of the parameters.
-        gradient_bytes: Bytes of that shard's gradients.
-        optimizer_state_bytes: Bytes of that shard's optimizer state.
-        traffic: A rank's messages in a training step.
-    """
+    """Ranks that hold and send the same, in a training step: their stages, number and bytes."""
 
     stages: tuple[int, ...]
     num_ranks: int

@@ -19,13 +19,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A layer's move between ranks.
-
-    Attributes:
-        layer_index: The layer.
-        source: The rank that has the layer, in the pipeline.
-        target: The rank that gets the layer, in the pipeline.
-    """
+    """A layer's move from one rank of the pipeline to another."""
 
     layer_index: int
     source: int

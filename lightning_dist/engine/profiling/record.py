@@ -33,14 +33,7 @@ class PhaseKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase of a rank's training loop.
-
-    Attributes:
-        rank: The rank.
-        kind: Kind of the loop's work.
-        start_seconds: Begin of the phase.
-        end_seconds: End of the phase.
-    """
+    """One phase of a rank's training loop, between two times of a clock."""
 
     rank: int
     kind: PhaseKind
@@ -100,12 +93,9 @@ class StepCount:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of a rank, measured and predicted.
+    """Largest bytes of a rank, measured and predicted, and in use by the device's allocator.
 
-    Attributes:
-        measured: Largest measured bytes of each kind.
-        predicted: The planner's prediction; None if the planner has no formula.
-        allocated_bytes: Largest number of bytes in use by the device's allocator; None on a CPU.
+    The prediction is None if the planner has no formula, the allocator's on a CPU.
     """
 
     measured: RankMemory

@@ -76,7 +76,7 @@ class Estimator:
             )
         )
         self._flights = cache(lambda *of: [count_flights(own) for own in self._schedule(*of).ranks])
-        self._makespan = cache(lambda costs, *of: makespan_seconds(self._schedule(*of), costs))
+        self._makespan = cache(lambda each, *of: makespan_seconds(self._schedule(*of), each))
 
     def batch(self, layout: Layout) -> MeasuredBatch:
         """Returns the costs of one micro-batch of a layout, without messages."""

@@ -168,10 +168,6 @@ class Price:
         epoch = "per epoch" if self.samples_per_epoch else "per 1,000 steps"
         return (epoch,) if self.budget is None else (epoch, "steps in budget")
 
-    def of_seconds(self, seconds: float) -> float:
-        """Returns the price of some seconds."""
-        return self.per_hour * seconds / _SECONDS_PER_HOUR
-
 
 def _no_plan(found: str) -> str:
     return (
@@ -187,14 +183,9 @@ def _row(plan: Plan) -> tuple[str, ...]:
         str(plan.layout),
         str(plan.layout.global_batch),
         f"{step * 1e3:.4g} ms",
-        *(
-            f"{part / step:.0%}"
-            for part in (
-                estimate.compute_seconds,
-                estimate.bubble_seconds,
-                estimate.exposed_seconds,
-            )
-        ),
+        f"{estimate.compute_seconds / step:.0%}",
+        f"{estimate.bubble_seconds / step:.0%}",
+        f"{estimate.exposed_seconds / step:.0%}",
         format_bytes(estimate.memory.peak),
     )
 
@@ -202,7 +193,7 @@ def _row(plan: Plan) -> tuple[str, ...]:
 def _costs(plan: Plan, price: Price | None) -> tuple[str, ...]:
     if price is None:
         return ()
-    step = price.of_seconds(plan.estimate.step_seconds)
+    step = price.per_hour * plan.estimate.step_seconds / _SECONDS_PER_HOUR
     steps = (price.samples_per_epoch or 1000 * plan.layout.global_batch) / plan.layout.global_batch
     bought = () if price.budget is None else (f"{price.budget / step:,.0f}",)
     return (f"{steps * step:,.2f}", *bought)

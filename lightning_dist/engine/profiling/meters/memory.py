@@ -134,10 +134,8 @@ class WeightsInUse:
     """The addresses of the weights of the module calls that run at the moment, and of parameters.
 
     A version may be freed after the call, and its memory used for another tensor. A parameter moves
-    to other memory between batches, if a batch in flight needs its values.
-
-    Args:
-        parameters: The parameters; of a DTensor the local part counts.
+    to other memory between batches, if a batch in flight needs its values. Of a DTensor the local
+    part counts.
     """
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:

@@ -88,12 +88,9 @@ class CudaClock:
 
 
 class Recorder:
-    """Keeps the newest spans of one rank.
+    """Keeps the newest spans of one rank, by a clock of its device.
 
-    Args:
-        rank: The rank to write into the spans.
-        device: Chooses the clock.
-        capacity: Spans kept; older ones are forgotten, so that long runs need no more memory.
+    Older spans than ``capacity`` are forgotten, so that long runs need no more memory.
     """
 
     def __init__(self, rank: int, device: torch.device, capacity: int = 20_000) -> None:
