@@ -22,8 +22,7 @@ from lightning_dist.engine.planning.search.held import (
     bytes_between_stages,
     bytes_per_parameter_byte,
     count_flights,
-    memory_of_part,
-    memory_of_whole,
+    memory_of_rank,
 )
 from lightning_dist.engine.planning.search.layout import INSIDE, Estimate, Layout, Wait
 from lightning_dist.engine.planning.search.machine import Machine
@@ -233,7 +232,7 @@ class Estimator:
         kept, needs = batch.held_by_stages(layout.partition)
         if layout.mesh.pp == 1:
             sizes = [layer.parameter_bytes for layer in batch.step.layers]
-            return memory_of_whole(self.costs, layout, sizes, kept[0] + again, needs[0])
+            return memory_of_rank(self.costs, layout, sizes, kept[0] + again, needs[0])
         found = []
         parts, boundary = self._parts(layout), self._boundary_bytes(layout)
         of_ranks = zip(parts, self._flights(*_shape(layout)), strict=True)
@@ -241,7 +240,7 @@ class Estimator:
             most = max(sum(n * kept[s] for s, n in counts) for counts in flights)
             need = max(needs[stage] for counts in flights for stage, _ in counts)
             sent = bytes_between_stages(layout, rank, boundary)
-            found.append(memory_of_part(self.costs, layout, part.sizes, most + again, need, sent))
+            found.append(memory_of_rank(self.costs, layout, part.sizes, most + again, need, sent))
         return max(found, key=lambda memory: memory.peak)
 
     def _update(self, layout: Layout, parameters: int) -> float:

@@ -11,13 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_dist.engine.planning.memory import (
-    RankMemory,
-    TrainedPart,
-    pipelined,
-    replicated,
-    sharded,
-)
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, sharded
 from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.messages import BUCKET_BYTES
 from lightning_dist.engine.planning.search.model_costs import ModelCosts
@@ -27,37 +21,20 @@ Flights = frozenset[tuple[tuple[int, int], ...]]
 """Numbers of micro-batches in flight on each stage of a rank, at the moments with most of them."""
 
 
-def memory_of_whole(
-    costs: ModelCosts, layout: Layout, sizes: Sequence[int], activations: float, backward: float
-) -> RankMemory:
-    """Returns the memory of a rank without stages, whose FSDP units are the layers.
-
-    The arguments are those of :func:`memory_of_part`.
-    """
-    mesh, part = layout.mesh, TrainedPart(sum(sizes), round(activations))
-    if mesh.has_whole_layers or mesh.data_size == 1:
-        new_buckets = part.parameter_bytes if mesh.data_size > 1 else 0
-        memory = replicated(part, 1)
-        return _at_the_worst(memory, costs, layout, sum(sizes), backward, without=new_buckets)
-    units = [size for size in sizes if size] or [0]
-    neighbours = max(map(sum, zip(units, [*units[1:], 0], strict=True)))
-    memory = sharded(part, mesh.dp_shard, neighbours, max(sizes))
-    return _at_the_worst(memory, costs, layout, sum(sizes), backward)
-
-
-def memory_of_part(
+def memory_of_rank(
     costs: ModelCosts,
     layout: Layout,
     sizes: Sequence[int],
     activations: float,
     backward: float,
-    messages: float,
+    messages: float = 0.0,
 ) -> RankMemory:
-    """Returns the memory of a rank with stages.
+    """Returns the memory of a rank.
 
-    Sharded stages hold parameters whole from the first micro-batch to the last, and accumulated
-    gradients too; with a single micro-batch, a unit's gradients are sharded at once. Of two units
-    at a time there are copies then. So there are of two buckets where stages have replicas.
+    Without stages the layers are FSDP units. Sharded stages hold parameters whole from the first
+    micro-batch to the last, and accumulated gradients too; with a single micro-batch, a unit's
+    gradients are sharded at once. Of two units at a time there are copies then. So there are of two
+    buckets where stages have replicas.
 
     Args:
         costs: Costs of the model.
@@ -67,37 +44,27 @@ def memory_of_part(
         backward: Bytes that a backward needs for a moment.
         messages: Bytes of activations and gradients on their way between stages.
     """
-    parameters, kept, mesh = sum(sizes), round(activations), layout.mesh
-    if mesh.dp_shard == 1:
-        copies = min(parameters, 2 * BUCKET_BYTES) if mesh.dp_replicate > 1 else 0
-        memory = pipelined(TrainedPart(parameters, kept), 1)
-    else:
-        copies = parameters + 2 * max(sizes)
+    mesh, parameters, kept = layout.mesh, sum(sizes), round(activations)
+    memory = RankMemory(parameters, parameters, 0, kept)
+    without = 0  # beside parameters, gradients and states at a moment without activations
+    if mesh.pp > 1 and mesh.dp_shard > 1:
         share = -(-parameters // mesh.dp_shard)
         gradients = share if layout.num_microbatches == 1 else parameters
         memory = RankMemory(share, gradients, 0, kept, unsharded=parameters)
-    return _at_the_worst(memory, costs, layout, parameters, backward, messages, without=copies)
-
-
-def _at_the_worst(
-    memory: RankMemory,
-    costs: ModelCosts,
-    layout: Layout,
-    parameters: int,
-    backward: float,
-    messages: float = 0.0,
-    *,
-    without: int = 0,
-) -> RankMemory:
-    """Adds the model's optimizer state, messages, and what is there for a moment.
-
-    ``without`` are the bytes beside parameters, gradients and optimizer state at a moment without
-    activations.
-    """
+        without = parameters + 2 * max(sizes)
+    elif mesh.pp > 1:
+        without = min(parameters, 2 * BUCKET_BYTES) if mesh.dp_replicate > 1 else 0
+    elif mesh.data_size > 1 and mesh.has_whole_layers:
+        without = parameters  # new buckets
+    elif mesh.data_size > 1:
+        units = [size for size in sizes if size] or [0]
+        neighbours = max(map(sum, zip(units, [*units[1:], 0], strict=True)))
+        part = TrainedPart(parameters, kept)
+        memory = sharded(part, mesh.dp_shard, neighbours, max(sizes))
     update = costs.update_bytes
     if costs.updates_together:
         update *= parameters / max(1, costs.parameter_bytes)
-    update = min(update, 2.0 * parameters) / layout.mesh.dp_shard
+    update = min(update, 2.0 * parameters) / mesh.dp_shard
     later = memory.activations + memory.unsharded + memory.buffers
     most = max(later + round(backward), round(update), without)
     return replace(
