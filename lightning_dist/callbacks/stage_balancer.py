@@ -166,7 +166,8 @@ class StageBalancer(pl.Callback):
         measured = median(steps) if steps else float("nan")
         last = self._num_batches - 1
         balance = self._balance = replace(
-            self._compare(pipeline, StepCosts.of_ranks(profiles), measured),
+            self._compare(pipeline, StepCosts.of_ranks(profiles)),
+            measured_step_seconds=measured,
             batches=(last + 1 - self._measured_steps, last),
         )
         module.log_dict(_metrics_of(balance), batch_size=1)
@@ -185,17 +186,17 @@ class StageBalancer(pl.Callback):
         module.log("balance/moved_layers", float(len(done.moves)), batch_size=1)
         module.log("balance/move_seconds", seconds, batch_size=1)
 
-    def _compare(self, pipeline: Pipeline, costs: StepCosts, measured: float) -> Balance:
+    def _compare(self, pipeline: Pipeline, costs: StepCosts) -> Balance:
         shape, cap_bytes = pipeline.shape, self._memory_cap_bytes
         if cap_bytes is None:
-            return find_balance(costs, shape, measured)
+            return find_balance(costs, shape)
         memory = memory_limit(costs.layers, shape, pipeline.stages.num_copies, cap_bytes)
         try:
-            return find_balance(costs, shape, measured, memory)
+            return find_balance(costs, shape, memory)
         except ValueError as error:  # it trains as it is, so this is no reason to end it
             rank_zero_info(f"memory_cap_bytes={cap_bytes:,.0f}: {error}")
             return replace(
-                find_balance(costs, shape, measured),
+                find_balance(costs, shape),
                 better_cut=shape.layers_per_stage,
                 better_step_seconds=step_seconds(costs, shape, shape.layers_per_stage),
             )

@@ -106,7 +106,6 @@ class Balance:
 def find_balance(
     costs: StepCosts,
     shape: PipelineShape,
-    measured_step_seconds: float = float("nan"),
     memory: MemoryLimit | None = None,
 ) -> Balance:
     """Compares a pipeline's partition with the best one.
@@ -114,7 +113,6 @@ def find_balance(
     Args:
         costs: Measured costs.
         shape: Shape of the present pipeline.
-        measured_step_seconds: As for :class:`Balance`.
         memory: Limit that no stage of the better partition may exceed.
 
     Raises:
@@ -131,14 +129,7 @@ def find_balance(
     today, then = (step_seconds(costs, shape, c) for c in (cut, best))
     if then >= today:
         best, then = cut, today
-    return Balance(
-        costs,
-        cut,
-        better_cut=best,
-        step_seconds=today,
-        better_step_seconds=then,
-        measured_step_seconds=measured_step_seconds,
-    )
+    return Balance(costs, cut, best, step_seconds=today, better_step_seconds=then)
 
 
 def step_seconds(costs: StepCosts, shape: PipelineShape, cut: tuple[int, ...]) -> float:
