@@ -119,24 +119,21 @@ def plan(
     request = Request(global_batch, batch_size, recompute=recompute, num_plans=num_plans)
     if schedules is not None:
         request = replace(request, schedules=tuple(schedules))
-    own = skeleton_of(module)
-    measurement = Measurement(
-        tensor_sizes=tensor_sizes_of(machine), states_per_parameter=states_per_parameter
-    )
     if sheet is None:
         module.configure_model()
-        own = module.to(here)
-        batch = map_tensors(lambda tensor: tensor.to(here), batch)
-        measurement = replace(measurement, device=here)
+        own, place, speed = module.to(here), here, None
     else:
+        own, place = skeleton_of(module), torch.device("meta")
+        speed = efficiency * sheet.flops_per_second
         with deferred_init(only_shapes=True):
             own.configure_model()
-        batch = map_tensors(lambda tensor: tensor.to("meta"), batch)
-        measurement = replace(
-            measurement,
-            device=torch.device("meta"),
-            flops_per_second=efficiency * sheet.flops_per_second,
-        )
+    batch = map_tensors(lambda tensor: tensor.to(place), batch)
+    measurement = Measurement(
+        place,
+        tensor_sizes=tensor_sizes_of(machine),
+        states_per_parameter=states_per_parameter,
+        flops_per_second=speed,
+    )
     return search(measurement.costs(own, batch), machine, request)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -26,7 +25,6 @@ class RankRow:
 
     rank: int
     host: str
-    coordinates: Mapping[str, int]
     layers: str
     num_parameters: int
     num_bytes: int
@@ -50,7 +48,7 @@ class RankTable:
         head: tuple[str, ...] = ("rank", "host", *axes, "layers", "parameters", "bytes")
         lines = [head]
         for row in self.rows[:_NUM_SHOWN]:
-            places = [str(row.coordinates[name]) for name in axes]
+            places = [str(self.mesh.coordinates(row.rank)[name]) for name in axes]
             counts = (f"{row.num_parameters:,}", f"{row.num_bytes:,}")
             lines.append((str(row.rank), row.host, *places, row.layers, *counts))
         numbers = [column for column, name in enumerate(head) if name not in ("host", "layers")]
@@ -70,7 +68,6 @@ def gather_rank_table(
     own = RankRow(
         rank=dist.get_rank(),
         host=socket.gethostname(),
-        coordinates=mesh.coordinates(dist.get_rank()),
         layers=layers,
         num_parameters=sum(part.numel() for part in held),
         num_bytes=sum(part.nbytes for part in held),

@@ -19,11 +19,8 @@ MESH = MeshShape(pp=2, dp_shard=2, tp=2)
 
 
 def table(mesh: MeshShape) -> RankTable:
-    rows = tuple(
-        RankRow(rank, "here", mesh.coordinates(rank), "model.0 to 2", 1_500, 6_000)
-        for rank in range(mesh.world_size)
-    )
-    return RankTable(mesh, rows)
+    ranks = range(mesh.world_size)
+    return RankTable(mesh, tuple(RankRow(r, "here", "model.0 to 2", 1_500, 6_000) for r in ranks))
 
 
 def test_each_rank_has_a_line_with_its_place_on_the_axes_there_are() -> None:
@@ -65,15 +62,12 @@ def sharded() -> nn.Linear:
 
 
 def test_a_rank_counts_what_it_holds(sharded: nn.Linear, alone: dist.ProcessGroup) -> None:
-    mesh = MeshShape()
-    (row,) = gather_rank_table(sharded, mesh, "all", alone).rows
-    assert row == RankRow(0, socket.gethostname(), mesh.coordinates(0), "all", 12 + 6, 18 * 4)
+    (row,) = gather_rank_table(sharded, MeshShape(), "all", alone).rows
+    assert row == RankRow(0, socket.gethostname(), "all", 12 + 6, 18 * 4)
 
 
 def test_hosts_are_counted() -> None:
     mesh = MeshShape(dp_shard=2)
-    rows = [
-        RankRow(rank, host, mesh.coordinates(rank), "all", 1, 4) for rank, host in enumerate("ab")
-    ]
+    rows = [RankRow(rank, host, "all", 1, 4) for rank, host in enumerate("ab")]
     assert RankTable(mesh, tuple(rows)).num_hosts == 2
     assert RankTable(mesh, tuple(rows[:1])).num_hosts == 1
