@@ -42,11 +42,7 @@ from lightning_dist.engine.tensor_parallel.partial_gradients import (
     check_tied,
     find_partial_gradients,
 )
-from lightning_dist.engine.tensor_parallel.plan.heads import (
-    check_heads,
-    explain_shapes,
-    keep_own_heads,
-)
+from lightning_dist.engine.tensor_parallel.plan.heads import check_heads, keep_own_heads
 from lightning_dist.engine.tensor_parallel.plan.regions import (
     Partners,
     Styles,
@@ -127,7 +123,6 @@ class TensorParallelModule:
             self._shard(name, style, stacks_in[name])
         for parent, features in head_widths(module, kept).items():
             keep_own_heads(module.get_submodule(parent), features, mesh.size())
-            explain_shapes(parent, module.get_submodule(parent), mesh.size())
         for stack in stacks:
             # What crosses from stage to stage is whole.
             for _, of_stage in groupby(filter(is_kept, stack), key=stage_of):

@@ -61,16 +61,6 @@ class FusedAttention(nn.Module):
         return mixed
 
 
-class WideAttention(FusedAttention):
-    """Ends with a width that stands in its code."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3).unbind(2)
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        output: Tensor = self.out(mixed.reshape(*x.shape[:2], WIDTH))
-        return output
-
-
 class Block(nn.Module):
     """Adds in place, and has heads of its own beside an MLP."""
 
@@ -148,15 +138,13 @@ def test_two_activations_of_one_attention_both_get_their_gradient(workers: Worke
     assert max(workers.run(2, case_difference, Attention, True, {})) < TOLERANCE
 
 
-def case_refused(
-    attention: type[nn.Module], crosses: bool, plan: dict[str, str], cut: bool = True
-) -> str:
+def case_refused(attention: type[nn.Module], crosses: bool, plan: dict[str, str]) -> str:
     dist.init_process_group("gloo")
     model = Model(attention, crosses=crosses)
     styles = resolve_plan(model, plan)
     tokens = torch.zeros(1, 2, dtype=torch.long)
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        largest_difference(model, styles, lambda net: net(tokens).sum(), sequence_parallel=cut)
+        largest_difference(model, styles, lambda net: net(tokens).sum(), sequence_parallel=True)
     return str(error.value)
 
 
@@ -169,13 +157,6 @@ def test_a_layer_that_may_need_the_whole_sequence_must_be_spread(workers: Worker
     plan = {pattern: style for pattern, style in PLAN.items() if "attention" not in pattern}
     for message in workers.run(2, case_refused, Attention, False, plan):
         assert "'blocks.0.attention.out' is not sharded and may look at all of it" in message
-
-
-def test_a_wrong_width_is_explained(workers: WorkerPool) -> None:
-    for message in workers.run(2, case_refused, WideAttention, False, PLAN, False):
-        assert message.startswith("Write -1, or num_heads * head_dim, in 'blocks.0.attention', a")
-        assert "a WideAttention, or leave its layers out of plan=: shape '[1, 2, 8]'" in message
-        assert "Each of tp_size=2 ranks has some of its heads only" in message
 
 
 def case_padded_evaluation() -> float:

@@ -21,8 +21,7 @@ from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.attention import find_attention
 from lightning_dist.engine.tensor_parallel.plan.mlp import find_mlp
 from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
-from lightning_dist.engine.tensor_parallel.plan.regions import holders
-from lightning_dist.engine.tensor_parallel.plan.verify import check_parts, find_mismatches, local_in
+from lightning_dist.engine.tensor_parallel.plan.verify import check_parts, find_mismatches
 from lightning_dist.engine.tensor_parallel.plan.vocabulary import (
     find_vocabulary,
     refused_vocabulary,
@@ -90,9 +89,6 @@ def _without_flaws(
 ) -> tuple[dict[str, Style], dict[str, str]]:
     """Returns the styles without layers that fail the verification, and the flaws by layer."""
     styles = {name: pairs[name] for name, _ in module.named_modules() if name in pairs}
-    flaws = find_mismatches(module, styles, tp_size)
-    all_holders = holders(module, styles)
-    wrong = {n: flaws[h] for h, layers in all_holders.items() if h in flaws for n in layers}
-    local = local_in(styles, all_holders)
-    wrong |= {n: flaws[h] for h in flaws for n in local.get(h, ())}
+    mismatches = find_mismatches(module, styles, tp_size)
+    wrong = {n: flaw for found, flaw in mismatches for n in (*found.region, *found.local)}
     return {name: style for name, style in styles.items() if name not in wrong}, wrong

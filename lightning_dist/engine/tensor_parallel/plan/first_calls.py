@@ -19,20 +19,17 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensor_parallel.layers.sequence import SEQUENCE_DIM
-from lightning_dist.engine.tensor_parallel.plan.proof import Sharding, Trial, prove
+from lightning_dist.engine.tensor_parallel.plan.proof import Sharding, compare_layers, prove
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles
-from lightning_dist.engine.tensor_parallel.plan.trial_numbers import (
-    TrialNumbers,
-    in_type,
-    on_the_side,
-)
-from lightning_dist.engine.tensor_parallel.plan.trial_run import kind_of
+from lightning_dist.engine.tensor_parallel.plan.trial_numbers import in_type, on_the_side
+from lightning_dist.engine.tensor_parallel.plan.trial_run import Trial, kind_of
 from lightning_dist.engine.tensor_parallel.plan.verify import advice, is_too_large, shardings
 from lightning_dist.engine.tensors.tree import flatten, unflatten
 
@@ -110,12 +107,13 @@ class FirstCalls:
         holder.register_forward_pre_hook(note_call, with_kwargs=True)
 
     def _prove(self, sharding: Sharding, kind: _Kind, call: _Call, *, training: bool) -> None:
-        def trials_of(copy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tensor, Trial]]:
+        def trials_of(copy: nn.Module, dtype: torch.dtype) -> Iterator[Trial]:
             bound = inspect.signature(copy.forward).bind(*call[0], **call[1])
             return _trials((bound.args, bound.kwargs), self._parts, dtype)
 
+        compare = partial(compare_layers, sharding)
         with on_the_side():
-            finding = prove(kind.skeleton, sharding, trials_of, training=training)
+            finding = prove(kind.skeleton, trials_of, compare, training=training)
         given = ", ".join(_words(call))
         if not finding.is_proven:
             warnings.warn(
@@ -134,26 +132,7 @@ class FirstCalls:
             )
 
 
-@dataclass(frozen=True)
-class _GivenCall:
-    """A user's call, with another activation in the place of the first tensor."""
-
-    tensors: list[Tensor]
-    skeleton: Any
-    is_guess: bool = False
-
-    def run(self, module: nn.Module, x: Tensor, numbers: TrialNumbers) -> Tensor:
-        """Calls a module's forward, without hooks, and returns its first tensor."""
-        activation = self.tensors[0]
-        copies = [x if t is activation else t.clone() for t in self.tensors]
-        args, kwargs = unflatten(copies, deepcopy(self.skeleton))
-        with numbers:
-            returned = module.forward(*args, **kwargs)
-        found: Tensor = flatten(returned)[0][0]
-        return found
-
-
-def _trials(call: _Call, parts: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, _GivenCall]]:
+def _trials(call: _Call, parts: int, dtype: torch.dtype) -> Iterator[Trial]:
     """Lists a call with some samples and positions, with all positions, and whole."""
     tensors, skeleton = flatten(call)
     activation = tensors[0].shape
@@ -167,15 +146,21 @@ def _trials(call: _Call, parts: int, dtype: torch.dtype) -> Iterator[tuple[Tenso
             continue
         seen.append(shapes)
         tried = {tensor: _usable(part, dtype) for tensor, part in fewer.items()}
-        given = _GivenCall([tried[tensor] for tensor in tensors], skeleton)
-        x = given.tensors[0]
+        x, *others = (tried[tensor] for tensor in tensors)
+        given = partial(_fill_in, [x, *others], skeleton)
         if not x.is_floating_point():
-            yield x, given
+            yield Trial(x, given)
             continue
         # It may be a part of the sequence, beside a mask of all of it.
         for times in dict.fromkeys((1, parts)) if x.dim() > SEQUENCE_DIM + 1 else (1,):
             whole = x if times == 1 else x.repeat_interleave(times, SEQUENCE_DIM)
-            yield torch.randn_like(whole), given
+            yield Trial(torch.randn_like(whole), given)
+
+
+def _fill_in(tensors: list[Tensor], skeleton: Any, x: Tensor) -> Any:
+    """Returns a user's arguments, with an activation in the place of the first tensor."""
+    copies = [x if t is tensors[0] else t.clone() for t in tensors]
+    return unflatten(copies, deepcopy(skeleton))
 
 
 def _first(tensor: Tensor, most: Mapping[int, int]) -> Tensor:

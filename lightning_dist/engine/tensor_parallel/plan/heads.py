@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from functools import wraps
-from typing import Any
 
 from torch import nn
 
@@ -90,26 +88,6 @@ def norms_before(attention: nn.Module) -> list[nn.Module]:
         for name, part in children
         if name in _NORMS_BEFORE and "norm" in type(part).__name__.lower()
     ]
-
-
-def explain_shapes(name: str, attention: nn.Module, tp_size: int) -> None:
-    """Makes a module explain the error that it raises if it reshapes its own heads as all heads."""
-    compute = attention.forward
-
-    @wraps(compute)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return compute(*args, **kwargs)
-        except RuntimeError as error:
-            if "invalid for input of size" not in str(error):
-                raise
-            raise ValueError(
-                f"Write -1, or num_heads * head_dim, in {name!r}, a {type(attention).__name__}, or"
-                f" leave its layers out of plan=: {error}. Each of tp_size={tp_size} ranks has some"
-                " of its heads only, but its forward may use the width of all of them."
-            ) from error
-
-    attention.forward = forward
 
 
 def count_heads(attention: nn.Module, features: int) -> int | None:

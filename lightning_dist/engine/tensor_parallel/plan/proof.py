@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dist.engine.tensor_parallel.layers.own_width import behind
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     cut_parts,
-    has_own_forward,
     input_dim,
     is_adapted,
     is_projection,
@@ -27,19 +26,16 @@ from lightning_dist.engine.tensor_parallel.layers.projection import (
     project,
 )
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensor_parallel.plan.heads import (
-    check_heads,
-    explain_shapes,
-    keep_own_heads,
-)
+from lightning_dist.engine.tensor_parallel.plan.heads import check_heads, keep_own_heads
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles, attentions, head_widths
 from lightning_dist.engine.tensor_parallel.plan.trial_numbers import (
     TYPES,
     TrialNumbers,
     differ,
+    on_the_side,
     tolerance_of,
 )
-from lightning_dist.engine.tensor_parallel.plan.trial_run import random_copy, shared_copy
+from lightning_dist.engine.tensor_parallel.plan.trial_run import Trial, random_copy, shared_copy
 from lightning_dist.engine.tensors.module_tree import original_class
 
 
@@ -54,6 +50,7 @@ class Sharding:
         stacks: Numbers of stacked matrices by the same names.
         tp_size: Number of ranks.
         region: Full names of the layers that open its regions, or sum up.
+        local: Full names of its local layers.
     """
 
     label: str
@@ -62,21 +59,7 @@ class Sharding:
     stacks: Mapping[str, int]
     tp_size: int
     region: Sequence[str]
-
-
-class Trial(Protocol):
-    """A way to call a module."""
-
-    @property
-    def is_guess(self) -> bool:
-        """Whether the module may need other arguments."""
-
-    def run(self, module: nn.Module, x: Tensor, numbers: TrialNumbers) -> Tensor:
-        """Calls a module's forward, without hooks, and returns its first tensor."""
-
-
-TrialsOf = Callable[[nn.Module, torch.dtype], Iterable[tuple[Tensor, Trial]]]
-"""Lists activations and ways to call a copy of a module with them, the likeliest first."""
+    local: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -92,57 +75,78 @@ class Finding:
     flaw: str | None = None
 
 
-def prove(holder: nn.Module, sharding: Sharding, trials_of: TrialsOf, *, training: bool) -> Finding:
+TrialsOf = Callable[[nn.Module, torch.dtype], Iterable[Trial]]
+"""Lists ways to call a copy of a module, the likeliest first."""
+Compare = Callable[[nn.Module, Trial], Callable[[float], str | None]]
+"""Runs a whole copy. What it returns runs the parts, and finds their flaw, given the tolerance."""
+
+
+def prove(module: nn.Module, trials_of: TrialsOf, compare: Compare, *, training: bool) -> Finding:
     """Runs a copy of a module whole and in parts.
 
     Args:
-        holder: The module, which is not changed; may be on the meta device.
-        sharding: How its layers are cut.
+        module: The module, which is not changed; may be on the meta device.
         trials_of: Lists the trials; the first one that the whole module can run counts.
+        compare: Compares the parts with the whole.
         training: Whether the copy is in training mode.
     """
-    for layer in sharding.styles:
-        if has_own_forward(holder.get_submodule(layer)):
-            own = f"{layer!r} of {sharding.label} has a forward of its own, which would be lost"
-            return Finding(True, own)
     for dtype in TYPES:
         try:
-            for parent in attentions(sharding.styles):
-                check_heads(parent, holder.get_submodule(parent), sharding.tp_size)
-            copy = random_copy(holder, dtype).train(training)
+            copy = random_copy(module, dtype).train(training)
             trials = list(trials_of(copy, dtype))
         except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
             return Finding(False)
-        for x, call in trials:
-            finding = _try(copy, sharding, x, call, dtype)
+        for trial in trials:
+            finding = _try(copy, trial, compare, dtype)
             if finding.is_proven:
                 return finding
     return Finding(False)
 
 
-def _try(
-    copy: nn.Module, sharding: Sharding, x: Tensor, call: Trial, dtype: torch.dtype
-) -> Finding:
-    inner: list[str] = []
-    run = partial(_Run, styles=sharding.styles, call=call, x=x, inner=inner)
+def prove_in_both_modes(module: nn.Module, trials_of: TrialsOf, compare: Compare) -> Finding:
+    """Runs copies in training and in evaluation mode, one of which must be able to run."""
+    with on_the_side():
+        found = [prove(module, trials_of, compare, training=mode) for mode in (True, False)]
+    flaws = [finding.flaw for finding in found if finding.flaw is not None]
+    return Finding(any(finding.is_proven for finding in found), next(iter(flaws), None))
+
+
+def _try(copy: nn.Module, trial: Trial, compare: Compare, dtype: torch.dtype) -> Finding:
     try:
-        tolerance = tolerance_of(lambda numbers: call.run(shared_copy(copy), x, numbers), dtype)
-        whole = run(shared_copy(copy))
+        tolerance = tolerance_of(lambda numbers: trial.run(shared_copy(copy), numbers), dtype)
+        flaw_of_parts = compare(copy, trial)
     except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
         return Finding(False)
     try:
-        parts = [
-            run(_part(copy, sharding, rank), whole=whole.sums) for rank in range(sharding.tp_size)
-        ]
+        return Finding(True, flaw_of_parts(tolerance))
     except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
-        if call.is_guess:
-            return Finding(False)
-        failed = inner[-1] if inner else ""
-        kind = original_class(copy.get_submodule(failed)).__name__
-        label = sharding.label
-        where = f"{failed!r}, a {kind} of {label}," if failed else f"{label}, a {kind},"
-        return Finding(True, f"{where} cannot compute with a part of its features: {error}")
-    return Finding(True, _flaw_of(sharding.label, whole, parts, tolerance))
+        return Finding(False) if trial.is_guess else Finding(True, str(error))
+
+
+def compare_layers(
+    sharding: Sharding, copy: nn.Module, trial: Trial
+) -> Callable[[float], str | None]:
+    """Compares modules whose layers are cut with the whole module, as :data:`Compare`."""
+    inner: list[str] = []
+    run = partial(_Run, styles=sharding.styles, trial=trial, inner=inner)
+    for parent in attentions(sharding.styles):
+        check_heads(parent, copy.get_submodule(parent), sharding.tp_size)
+    whole = run(shared_copy(copy))
+
+    def flaw_of_parts(tolerance: float) -> str | None:
+        ranks = range(sharding.tp_size)
+        try:
+            parts = [run(_part(copy, sharding, rank), whole=whole.sums) for rank in ranks]
+        except Exception as error:
+            failed, label = inner[-1] if inner else "", sharding.label
+            kind = original_class(copy.get_submodule(failed)).__name__
+            where = f"{failed!r}, a {kind} of {label}," if failed else f"{label}, a {kind},"
+            raise ValueError(
+                f"{where} cannot compute with a part of its features: {error}"
+            ) from error
+        return _flaw_of(sharding.label, whole, parts, tolerance)
+
+    return flaw_of_parts
 
 
 def _flaw_of(label: str, whole: _Run, parts: Sequence[_Run], tolerance: float) -> str | None:
@@ -174,8 +178,7 @@ class _Run:
         self,
         module: nn.Module,
         styles: Styles,
-        call: Trial,
-        x: Tensor,
+        trial: Trial,
         inner: list[str],
         whole: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> None:
@@ -195,7 +198,7 @@ class _Run:
         ]
         for name, part in module.named_modules():
             hooks += _note_calls(part, name, inner) if name else ()
-        self.returned = call.run(module, x, TrialNumbers())
+        self.returned = trial.run(module, TrialNumbers())
         for hook in hooks:
             hook.remove()
 
@@ -238,8 +241,6 @@ def _part(copy: nn.Module, sharding: Sharding, rank: int) -> nn.Module:
             layer.forward = _behind(whole)  # type: ignore[method-assign, assignment]
     for parent, width in features.items():
         keep_own_heads(part.get_submodule(parent), width, tp_size)
-        path = f"{sharding.name}.{parent}" if parent else sharding.name
-        explain_shapes(path, part.get_submodule(parent), tp_size)
     return part
 
 

@@ -9,9 +9,11 @@ argument None, a number and an activation are tried.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -80,43 +82,63 @@ _ROTATIONS = ("cos", "sin", "freq", "rot", "rope", "angle", "position_emb", "pos
 
 
 @dataclass(frozen=True)
-class TrialCall:
-    """A way to call a module."""
+class Trial:
+    """A way to call a module.
 
-    activations: tuple[str, ...] = ()  # arguments after the first that get the activation, too
-    others: Mapping[str, Any] = field(default_factory=dict)
-    is_guess: bool = False  # the module may need other arguments
+    Attributes:
+        x: The activation.
+        fill_in: Returns the arguments of a call with an activation.
+        is_guess: Whether the module may need other arguments.
+    """
 
-    def run(self, module: nn.Module, x: Tensor, numbers: TrialNumbers) -> Tensor:
+    x: Tensor
+    fill_in: Callable[[Tensor], tuple[Sequence[Any], Mapping[str, Any]]]
+    is_guess: bool = False
+
+    def run(self, module: nn.Module, numbers: TrialNumbers, x: Tensor | None = None) -> Tensor:
         """Calls a module's forward, without hooks, and returns its first tensor."""
-        others = map_tensors(lambda t: in_type(t, x.dtype).clone(), dict(self.others))
+        args, kwargs = self.fill_in(self.x if x is None else x)
         with numbers:
-            returned = module.forward(x, **dict.fromkeys(self.activations, x), **others)
+            returned = module.forward(*args, **kwargs)
         found: Tensor = flatten(returned)[0][0]
         return found
 
 
-def trial_calls(module: nn.Module, styles: Styles, length: int) -> Iterator[TrialCall]:
+def guess_trials(
+    module: nn.Module, styles: Styles, activations: Iterable[Tensor], length: int
+) -> Iterator[Trial]:
     """Lists ways to call a module, the likeliest first."""
+    for x, (same, others, is_guess) in product(activations, _guesses(module, styles, length)):
+        yield Trial(x, partial(_fill_in, same, others), is_guess)
+
+
+def _fill_in(same: Sequence[str], others: dict[str, Any], x: Tensor) -> tuple[Any, dict[str, Any]]:
+    given = map_tensors(lambda t: in_type(t, x.dtype).clone(), others)
+    return (x,), dict.fromkeys(same, x) | given
+
+
+def _guesses(
+    module: nn.Module, styles: Styles, length: int
+) -> Iterator[tuple[Sequence[str], dict[str, Any], bool]]:
+    """Lists arguments after the first that get the activation, too, other ones, and `is_guess`."""
     _, *parameters = inspect.signature(module.forward).parameters.values()
     wanted = [p for p in parameters if p.default is p.empty and _has_name(p)]
     activations = tuple(p.name for p in wanted if p.name in _SAME)
     unknown = [p for p in wanted if p.name not in _SAME]
     if not unknown:
-        yield TrialCall(activations)
+        yield activations, {}, False
     asked = [p.name for p in parameters if _has_name(p) and p.default in (p.empty, None)]
     rotated = [name for name in asked if any(word in name.lower() for word in _ROTATIONS)]
     nothing = {p.name: 0 if p.annotation in (int, "int") else None for p in unknown}
     head_size = _head_size(module, styles)
     if not rotated or head_size is None:
         if unknown:
-            yield TrialCall(activations, nothing, is_guess=True)
-            yield TrialCall(activations, dict.fromkeys(nothing, 2.0), is_guess=True)
-            yield TrialCall((*activations, *nothing), is_guess=True)
+            yield activations, nothing, True
+            yield activations, dict.fromkeys(nothing, 2.0), True
+            yield (*activations, *nothing), {}, True
         return
     for guess in _rotations(length, head_size):
-        given = nothing | {name: guess(name) for name in rotated}
-        yield TrialCall(activations, given, is_guess=True)
+        yield activations, nothing | {name: guess(name) for name in rotated}, True
 
 
 def _head_size(module: nn.Module, styles: Styles) -> int | None:

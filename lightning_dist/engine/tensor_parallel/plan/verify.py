@@ -10,19 +10,27 @@ heads, that is a flaw, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from itertools import product
+from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.common.names import shorten
-from lightning_dist.engine.tensor_parallel.layers.projection import input_size, is_projection
+from lightning_dist.engine.tensor_parallel.layers.projection import (
+    has_own_forward,
+    input_size,
+    is_projection,
+)
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.attention import is_attention_projection
 from lightning_dist.engine.tensor_parallel.plan.heads import check_heads, needs_proof
-from lightning_dist.engine.tensor_parallel.plan.proof import Sharding, Trial, prove
+from lightning_dist.engine.tensor_parallel.plan.proof import (
+    Sharding,
+    compare_layers,
+    prove_in_both_modes,
+)
 from lightning_dist.engine.tensor_parallel.plan.regions import (
     Partners,
     Styles,
@@ -30,18 +38,18 @@ from lightning_dist.engine.tensor_parallel.plan.regions import (
     holders,
     paths,
 )
-from lightning_dist.engine.tensor_parallel.plan.trial_numbers import on_the_side
-from lightning_dist.engine.tensor_parallel.plan.trial_run import kind_of, trial_calls
+from lightning_dist.engine.tensor_parallel.plan.trial_run import Trial, guess_trials, kind_of
 from lightning_dist.engine.tensors.module_tree import original_class
 
 _BATCH, _LENGTH = 2, 4
 _LARGEST_MODEL = 2**25  # parameters of a whole model to copy; parts of a model are always copied
 
 
-def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str, str]:
-    """Returns the flaws of modules that compute another result if sharded, by module name."""
+def find_mismatches(
+    module: nn.Module, styles: Styles, tp_size: int
+) -> Iterator[tuple[Sharding, str]]:
+    """Lists the modules that compute another result if sharded, and their flaws."""
     known: dict[Any, str | None] = {}
-    found: dict[str, str] = {}
     for sharding in shardings(module, styles, tp_size):
         holder = module.get_submodule(sharding.name)
         kind = (*kind_of(holder), *sharding.styles)
@@ -49,8 +57,7 @@ def find_mismatches(module: nn.Module, styles: Styles, tp_size: int) -> dict[str
             known[kind] = _find_flaw(holder, sharding)
         flaw = known[kind]
         if flaw is not None:
-            found[sharding.name] = flaw
-    return found
+            yield sharding, flaw
 
 
 def shardings(module: nn.Module, styles: Styles, tp_size: int) -> Iterator[Sharding]:
@@ -58,14 +65,15 @@ def shardings(module: nn.Module, styles: Styles, tp_size: int) -> Iterator[Shard
     all_holders, partners = holders(module, styles), Partners(styles)
     met = {layer for layers in all_holders.values() for layer in layers}
     alone = {n: style for n, style in styles.items() if style.sums_up and n not in met}
-    local = local_in(styles, all_holders)
+    all_local = local_in(styles, all_holders)
     for name, layers in all_holders.items():
         stacks = {_inside(name, n): partners.stacked_in(module, n) for n in layers}
         inner = {_inside(name, n): styles[n] for n in layers}
-        inner |= {_inside(name, n): Style.LOCAL for n in local.get(name, ())}
+        local = all_local.get(name, [])
+        inner |= {_inside(name, n): Style.LOCAL for n in local}
         inner |= {_inside(name, n): style for n, style in alone.items() if _is_in(n, name)}
         label = _label_of(name, module.get_submodule(name))
-        yield Sharding(label, name, inner, stacks, tp_size, layers)
+        yield Sharding(label, name, inner, stacks, tp_size, layers, local)
 
 
 def is_too_large(module: nn.Module, sharding: Sharding) -> bool:
@@ -75,30 +83,29 @@ def is_too_large(module: nn.Module, sharding: Sharding) -> bool:
 
 
 def _find_flaw(holder: nn.Module, sharding: Sharding) -> str | None:
-    def trials_of(copy: nn.Module, dtype: torch.dtype) -> Iterable[tuple[Tensor, Trial]]:
-        activations = _activations(copy, sharding.styles, dtype)
-        return product(activations, trial_calls(copy, sharding.styles, _LENGTH))
-
+    for layer in sharding.styles:
+        if has_own_forward(holder.get_submodule(layer)):
+            return f"{layer!r} of {sharding.label} has a forward of its own, which would be lost"
     if is_too_large(holder, sharding):
         return _unproven(holder, sharding)
-    with on_the_side():
-        findings = [prove(holder, sharding, trials_of, training=mode) for mode in (True, False)]
-    flaw = next((finding.flaw for finding in findings if finding.flaw is not None), None)
-    are_proven = any(finding.is_proven for finding in findings)
-    return flaw if are_proven else _unproven(holder, sharding)
+
+    def trials_of(copy: nn.Module, dtype: torch.dtype) -> Iterator[Trial]:
+        activations = _activations(copy, sharding.styles, dtype)
+        return guess_trials(copy, sharding.styles, activations, _LENGTH)
+
+    finding = prove_in_both_modes(holder, trials_of, partial(compare_layers, sharding))
+    return finding.flaw if finding.is_proven else _unproven(holder, sharding)
 
 
 def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
     """Checks that sharded layers compute the whole result, as far as a copy can be run."""
     _check_ends(styles)
     _check_local(module, styles)
-    flaws = find_mismatches(module, styles, tp_size)
-    for sharding in shardings(module, styles, tp_size):
-        if sharding.name in flaws:
-            raise ValueError(
-                f"{advice(sharding, flaws[sharding.name])} (A copy of it with random weights was"
-                f" run whole and as tp_size={tp_size} parts.)"
-            )
+    for sharding, flaw in find_mismatches(module, styles, tp_size):
+        raise ValueError(
+            f"{advice(sharding, flaw)} (A copy of it with random weights was run whole and as"
+            f" tp_size={tp_size} parts.)"
+        )
 
 
 def advice(sharding: Sharding, flaw: str) -> str:

@@ -7,7 +7,7 @@ of the whole output. A shift, a norm over the batch, or a table of positions doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,21 +17,14 @@ from torch import Tensor, nn
 from lightning_dist.engine.tensor_parallel.layers.projection import input_size, is_projection
 from lightning_dist.engine.tensor_parallel.layers.sequence import SEQUENCE_DIM, change_activation
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensor_parallel.plan.proof import Finding
+from lightning_dist.engine.tensor_parallel.plan.proof import prove_in_both_modes
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles, opens_early
-from lightning_dist.engine.tensor_parallel.plan.trial_numbers import (
-    TYPES,
-    TrialNumbers,
-    differ,
-    on_the_side,
-    tolerance_of,
-)
+from lightning_dist.engine.tensor_parallel.plan.trial_numbers import TrialNumbers, differ
 from lightning_dist.engine.tensor_parallel.plan.trial_run import (
-    TrialCall,
+    Trial,
+    guess_trials,
     kind_of,
-    random_copy,
     shared_copy,
-    trial_calls,
 )
 
 _BATCH, _LENGTH_PER_RANK = 2, 2
@@ -54,8 +47,7 @@ def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp
         inner = {n.removeprefix(prefix): s for n, s in styles.items() if n.startswith(prefix)}
         kind = (*kind_of(block), *inner)
         if kind not in known:
-            with on_the_side():
-                known[kind] = _find_flaw(block, inner, tp_size)
+            known[kind] = _find_flaw(block, inner, tp_size)
         if known[kind] is not None:
             raise ValueError(
                 f"sequence_parallel=True cuts the sequence for {name!r}, a {type(block).__name__},"
@@ -67,68 +59,52 @@ def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp
 
 
 def _find_flaw(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
-    findings = (_prove(block, styles, tp_size, training=mode) for mode in (True, False))
-    return next((finding.flaw for finding in findings if finding.flaw is not None), None)
+    def trials_of(copy: nn.Module, dtype: torch.dtype) -> Iterator[Trial]:
+        first = next(name for name, style in styles.items() if style is Style.COLWISE)
+        width, length = input_size(copy.get_submodule(first)), _LENGTH_PER_RANK * tp_size
+        x = torch.randn(_BATCH, length, width, dtype=dtype)
+        return guess_trials(copy, styles, [x], length)
+
+    return prove_in_both_modes(block, trials_of, partial(_compare, styles, tp_size)).flaw
 
 
-def _prove(block: nn.Module, styles: Styles, tp_size: int, *, training: bool) -> Finding:
-    for dtype in TYPES:
-        try:
-            copy = random_copy(block, dtype).train(training)
-            first = next(name for name, style in styles.items() if style is Style.COLWISE)
-            width = input_size(copy.get_submodule(first))
-            x = torch.randn(_BATCH, _LENGTH_PER_RANK * tp_size, width, dtype=dtype)
-            calls = list(trial_calls(copy, styles, x.shape[SEQUENCE_DIM]))
-        except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
-            return Finding(False)
-        for call in calls:
-            finding = _try(copy, styles, call, x, tp_size)
-            if finding.is_proven:
-                return finding
-    return Finding(False)
-
-
-def _try(copy: nn.Module, styles: Styles, call: TrialCall, x: Tensor, tp_size: int) -> Finding:
-    wrong = "computes something else with a part of it"
-    try:
-        tolerance = tolerance_of(lambda numbers: call.run(shared_copy(copy), x, numbers), x.dtype)
-        met, returned = _run_whole(copy, styles, call, x)
-    except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
-        return Finding(False)
-    try:
-        joined = _run_parts(copy, styles, call, x, met, tp_size, tolerance)
-    except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
-        return Finding(False) if call.is_guess else Finding(True, f"{wrong} ({error})")
-    return Finding(True, wrong if differ(joined, returned, tolerance) else None)
-
-
-def _run_whole(
-    copy: nn.Module, styles: Styles, call: TrialCall, x: Tensor
-) -> tuple[dict[str, list[Tensor]], Tensor]:
-    """Returns the inputs of each layer that gets the whole sequence, and the block's output."""
+def _compare(
+    styles: Styles, tp_size: int, copy: nn.Module, trial: Trial
+) -> Callable[[float], str | None]:
+    """Compares shards of the sequence with all of it, as :data:`.proof.Compare`."""
+    # The inputs of each layer that gets the whole sequence.
     met: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
     whole = _with_changes(copy, {name: _note(given) for name, given in met.items()})
-    return met, call.run(whole, x, TrialNumbers())
+    returned = trial.run(whole, TrialNumbers())
+    wrong = "computes something else with a part of it"
+
+    def flaw_of_parts(tolerance: float) -> str | None:
+        try:
+            joined = _run_parts(copy, styles, trial, met, tp_size, tolerance)
+        except Exception as error:
+            raise ValueError(f"{wrong} ({error})") from error
+        return wrong if differ(joined, returned, tolerance) else None
+
+    return flaw_of_parts
 
 
 def _run_parts(
     copy: nn.Module,
     styles: Styles,
-    call: TrialCall,
-    x: Tensor,
+    trial: Trial,
     met: Mapping[str, Sequence[Tensor]],
     tp_size: int,
     tolerance: float,
 ) -> Tensor:
     parts = []
-    for rank, own in enumerate(x.chunk(tp_size, SEQUENCE_DIM)):
+    for rank, own in enumerate(trial.x.chunk(tp_size, SEQUENCE_DIM)):
         give = partial(_give, tp_size=tp_size, rank=rank, tolerance=tolerance)
         part = _with_changes(copy, {name: give(given) for name, given in met.items()})
         for name, style in styles.items():
             layer = part.get_submodule(name)
             if style.sums_up and is_projection(layer):  # returns a rank's shard of the sequence
                 layer.register_forward_hook(partial(_shard_output, tp_size=tp_size, rank=rank))
-        parts.append(call.run(part, own, TrialNumbers()))
+        parts.append(trial.run(part, TrialNumbers(), own))
     return torch.cat(parts, SEQUENCE_DIM)
 
 

@@ -219,6 +219,13 @@ def test_a_plan_that_does_not_add_up_is_refused() -> None:
         check_parts(model, styles, TP)
 
 
+def test_a_width_in_the_code_is_explained() -> None:
+    model = model_of(CANNOT["width in the code"])
+    styles = resolve_plan(model, {"1.fc1": "colwise", "1.fc2": "rowwise"})
+    with pytest.raises(ValueError, match="'fc2', a Linear of '1', cannot .* a part"):
+        check_parts(model, styles, TP)
+
+
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
@@ -325,7 +332,7 @@ def test_another_activation_or_a_number_is_guessed(kind: type[Attention]) -> Non
 def test_what_cannot_be_run_is_taken_at_its_word() -> None:
     model = model_of(Odd(by_head))
     assert plan_of(model) == {"1.qkv", "1.out"}
-    assert find_mismatches(model, find_plan(model, TP).styles, TP) == {}
+    assert list(find_mismatches(model, find_plan(model, TP).styles, TP)) == []
 
 
 @pytest.mark.parametrize("kind", [ByPlace, ByType])
