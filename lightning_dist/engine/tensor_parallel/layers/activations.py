@@ -1,4 +1,4 @@
-r"""The collectives at the borders of a tensor-parallel region.
+"""The collectives at the borders of a tensor-parallel region.
 
 Between the input of a ``colwise`` layer and the output of its ``rowwise`` partner each rank has
 other features. Outside, the activation is the same on all ranks, or its sequence is sharded. The
@@ -16,8 +16,7 @@ function              outside         forward                        backward
 
 :func:`gather` gathers shards, :func:`split` is its inverse. All are redistributions of a temporary
 ``DTensor``, so that the layers, and the user's code between them, see plain tensors. The backward
-is not torch's for a ``DTensor``, but the other function of the pair. It is differentiable too, for
-a loss that contains gradients.
+is the other function of the pair, differentiable too, for a loss that contains gradients.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from lightning_dist.engine.tensors.dtensor import local_part
 
-_REPLICATE: Placement = Replicate()
-_PARTIAL: Placement = Partial()
+_REPLICATE, _PARTIAL = Replicate(), Partial()
 
 
 @dataclass(frozen=True)
@@ -79,46 +77,37 @@ class Redistribution:
 
 
 def enter(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
-    """Takes an activation into a region.
+    """Returns the whole activation, whose gradient is partial on each rank.
 
     Args:
         x: The activation, the same on all ranks, or this rank's shard.
         mesh: Mesh of the tensor-parallel ranks.
         dim: Dim of the shards; None if all ranks have the same activation.
-
-    Returns:
-        The whole activation, whose gradient is partial on each rank.
     """
     outside = _REPLICATE if dim is None else Shard(dim)
     return _cross(x, mesh, Redistribution((outside, _REPLICATE), (_PARTIAL, outside)))
 
 
 def leave(x: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
-    """Takes an activation out of a region.
+    """Returns the sum of the ranks' partial activations, or this rank's shard of it.
 
     Args:
         x: This rank's partial activation.
         mesh: Mesh of the tensor-parallel ranks.
         dim: Dim along which to shard the sum; None for the same sum on all ranks.
-
-    Returns:
-        The sum, or this rank's shard of the sum.
     """
     outside = _REPLICATE if dim is None else Shard(dim)
     return _cross(x, mesh, Redistribution((_PARTIAL, outside), (outside, _REPLICATE)))
 
 
 def gather(x: Tensor, mesh: DeviceMesh, dim: int = -1, *, of_sequence: bool = False) -> Tensor:
-    """Gathers the shards of an activation.
+    """Returns the whole activation, with which all ranks must compute the same.
 
     Args:
         x: This rank's shard.
         mesh: Mesh of the tensor-parallel ranks.
         dim: Dim of the shards.
         of_sequence: Whether the dim is the sequence of the blocks.
-
-    Returns:
-        The whole activation, with which all ranks must compute the same.
     """
     shard = Shard(dim % x.dim())
     there = Redistribution((shard, _REPLICATE), (_REPLICATE, shard), of_sequence)

@@ -201,11 +201,7 @@ def colwise_gather(
 ) -> None:
     """Makes each rank compute some of a layer's output features, and gathers them.
 
-    Args:
-        layer: A projection with sharded parameters; its forward is replaced.
-        name: Name of the layer.
-        entry: Entry shared by the layers that read the same activation.
-        logits: While this mode is active, the layer returns sharded features instead.
+    While the mode ``logits`` is active, the layer returns sharded features instead.
     """
     colwise(layer, name, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward

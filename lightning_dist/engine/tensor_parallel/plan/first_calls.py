@@ -28,8 +28,12 @@ from torch import Tensor, nn
 from lightning_dist.engine.tensor_parallel.layers.sequence import SEQUENCE_DIM
 from lightning_dist.engine.tensor_parallel.plan.proof import Sharding, compare_layers, prove
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles
-from lightning_dist.engine.tensor_parallel.plan.trial_numbers import in_type, on_the_side
-from lightning_dist.engine.tensor_parallel.plan.trial_run import Trial, kind_of
+from lightning_dist.engine.tensor_parallel.plan.trial_run import (
+    Trial,
+    in_type,
+    kind_of,
+    on_the_side,
+)
 from lightning_dist.engine.tensor_parallel.plan.verify import advice, is_too_large, shardings
 from lightning_dist.engine.tensors.tree import flatten, unflatten
 

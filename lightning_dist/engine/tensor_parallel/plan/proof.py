@@ -28,14 +28,16 @@ from lightning_dist.engine.tensor_parallel.layers.projection import (
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.heads import check_heads, keep_own_heads
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles, attentions, head_widths
-from lightning_dist.engine.tensor_parallel.plan.trial_numbers import (
+from lightning_dist.engine.tensor_parallel.plan.trial_run import (
     TYPES,
+    Trial,
     TrialNumbers,
     differ,
     on_the_side,
+    random_copy,
+    shared_copy,
     tolerance_of,
 )
-from lightning_dist.engine.tensor_parallel.plan.trial_run import Trial, random_copy, shared_copy
 from lightning_dist.engine.tensors.module_tree import original_class
 
 

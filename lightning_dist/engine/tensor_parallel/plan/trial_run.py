@@ -1,7 +1,15 @@
-"""Runs a copy of a module on its own, without side effects, with guessed arguments.
+"""Trial runs of a copy of a module, without side effects, whose results can be compared.
 
-The arguments are mostly an activation, and for a cross-attention a second one. Attentions also take
-rotations of queries and keys, guessed by the argument's name. If the module can compute with a
+*Random numbers.* A part of a module draws for its own features, and so other numbers than the
+whole. So a draw of floats gives one constant, and each run draws its other numbers (a permutation,
+say) from the same seeds, one for each draw. What a module does in training can then be compared,
+too.
+
+*Digits.* Trials run in float64, in which the order of sums changes the last digits only. A module
+may cast to fewer digits in between (a softmax in float32), or know one type only.
+
+*Arguments.* They are mostly an activation, and for a cross-attention a second one. Attentions also
+take rotations of queries and keys, guessed by the argument's name. If the module can compute with a
 guess, the guess is right, for wrong sizes raise an error. Masks are left out. For any other
 argument None, a number and an activation are tried.
 """
@@ -10,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -18,18 +27,127 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from typing_extensions import override
 
 from lightning_dist.engine.tensor_parallel.layers.projection import input_size
 from lightning_dist.engine.tensor_parallel.plan.heads import count_heads
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles, attentions
-from lightning_dist.engine.tensor_parallel.plan.trial_numbers import TrialNumbers, in_type
 from lightning_dist.engine.tensors.forward_ast import attributes_computed_with
 from lightning_dist.engine.tensors.patch import hooks_of
+from lightning_dist.engine.tensors.rng import python_state_kept, seed_python, seeded
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 
+TYPES = (torch.float64, torch.float32)
+"""The types in which modules are tried, one after the other."""
+_EXACT, _ROUNDED = 1e-9, 1e-4  # of the largest element: in float64, and with fewer digits
+_DRAWN = 0.5  # lies in all usual ranges
+_DRAWS = frozenset(
+    {"bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal"}
+    | {"rand", "rand_like", "randn", "randn_like", "uniform"}
+)
 _SETTINGS = (bool, int, float, str, type(None))
 # Numbers of such names say where a block is, unless its forward decides with them.
 _PLACES = ("layer", "idx", "index", "depth", "number")
+_SAME = ("key", "value", "k", "v", "memory")  # a second activation, as of a cross-attention
+_ROTATIONS = ("cos", "sin", "freq", "rot", "rope", "angle", "position_emb", "pos_emb")
+
+
+class TrialNumbers(TorchDispatchMode):
+    """The dispatch mode of one run; it sees all operations beneath a module.
+
+    Attributes:
+        is_exact: Whether nothing was computed with fewer digits than float64 has.
+    """
+
+    # Such as flex_attention: each is one operation, and stays usable.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_exact = True
+        self._num_draws = 0
+
+    @property
+    def tolerance(self) -> float:
+        """By how much results may differ, as a part of the largest element."""
+        return _EXACT if self.is_exact else _ROUNDED
+
+    @override
+    def __enter__(self) -> TrialNumbers:
+        seed_python(0)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs an operation."""
+        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if is_random:
+            torch.default_generator.manual_seed(self._num_draws)
+            self._num_draws += 1
+        result = func(*args, **(kwargs or {}))
+        if is_random and func.overloadpacket.__name__.rstrip("_") in _DRAWS:
+            return result.fill_(_DRAWN)
+        if func is torch.ops.aten._to_copy.default:
+            self.is_exact &= not _loses_digits(args[0], result)
+        return result
+
+
+@contextmanager
+def on_the_side() -> Iterator[None]:
+    """Returns a context manager for trials on the CPU, with equal random numbers on all ranks.
+
+    It keeps outer random states, and leaves outer modes: an autocast, or one that watches a step.
+    """
+    # Private, for torch has no public way to leave dispatch modes. One of selective checkpointing
+    # would take a trial's results for those of the step.
+    modes = _disable_current_modes()
+    precision = torch.autocast("cpu", enabled=False)
+    numbers = seeded(0, device=torch.device("cpu"))
+    with modes, precision, python_state_kept(), numbers, torch.no_grad():
+        seed_python(0)
+        yield
+
+
+def tolerance_of(run: Callable[[TrialNumbers], Tensor], dtype: torch.dtype) -> float:
+    """Returns by how much results of a run may differ, as a part of the largest element.
+
+    Raises:
+        ValueError: Equal runs differ from each other already.
+    """
+    numbers = TrialNumbers()
+    numbers.is_exact = dtype is TYPES[0]
+    first, second = run(numbers), run(TrialNumbers())
+    if not torch.equal(first.nan_to_num(), second.nan_to_num()):
+        raise ValueError("two equal runs give different results")
+    return numbers.tolerance
+
+
+def differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Returns whether two results differ by more than the order of sums explains."""
+    if one.shape != other.shape:
+        return True
+    return not float((one - other).abs().max()) <= tolerance * float(other.abs().max())
+
+
+def in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor with a type of as many digits; one of integers as it is."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _loses_digits(before: Tensor, after: Tensor) -> bool:
+    kinds = (before.dtype, after.dtype)
+    if not all(kind.is_floating_point or kind.is_complex for kind in kinds):
+        return False
+    return torch.finfo(after.dtype).eps > torch.finfo(before.dtype).eps
 
 
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
@@ -75,10 +193,6 @@ def random_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def shared_copy(module: nn.Module) -> nn.Module:
     """Returns a copy of a module that shares its parameters."""
     return deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
-
-
-_SAME = ("key", "value", "k", "v", "memory")  # a second activation, as of a cross-attention
-_ROTATIONS = ("cos", "sin", "freq", "rot", "rope", "angle", "position_emb", "pos_emb")
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from lightning_dist.engine.tensor_parallel.layers.sequence import SEQUENCE_DIM, 
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.proof import prove_in_both_modes
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles, opens_early
-from lightning_dist.engine.tensor_parallel.plan.trial_numbers import TrialNumbers, differ
 from lightning_dist.engine.tensor_parallel.plan.trial_run import (
     Trial,
+    TrialNumbers,
+    differ,
     guess_trials,
     kind_of,
     shared_copy,

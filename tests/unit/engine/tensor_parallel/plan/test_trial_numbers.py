@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensor_parallel.plan.trial_numbers import (
+from lightning_dist.engine.tensor_parallel.plan.trial_run import (
     TrialNumbers,
     on_the_side,
     tolerance_of,
