@@ -13,8 +13,8 @@ import torch
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.engine.checkpoint.files import load_full
+from lightning_dist.engine.tensor_parallel.config import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
-from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from recipes.docstring_data import DocstringDataModule
 from recipes.docstrings import Docstring, load_docstrings

@@ -40,11 +40,10 @@ from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.splitting.tracing.call import CallExample
 from lightning_dist.engine.splitting.tracing.split import find_traced_split, is_traced
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, check_not_sharded
-from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig, resolve_plan
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from lightning_dist.engine.tensor_parallel.plan.first_calls import FirstCalls
-from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.verify import check_parts
 from lightning_dist.engine.tensor_parallel.plan.vocabulary import check_head
 from lightning_dist.engine.tensor_parallel.summary import PlanSummary, describe_plan

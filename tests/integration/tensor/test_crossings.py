@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule
-from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
+from lightning_dist.engine.tensor_parallel.config import resolve_plan
 from lightning_dist.engine.tensors.dtensor import whole
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.tensor.test_spread import ranks

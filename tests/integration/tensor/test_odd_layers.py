@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule
+from lightning_dist.engine.tensor_parallel.config import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
-from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from tests.helpers.processes.workers import WorkerPool
 from tests.helpers.spread_parity import largest_difference
 

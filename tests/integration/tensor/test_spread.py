@@ -19,8 +19,8 @@ from lightning_dist.engine.tensor_parallel.apply import (
     TensorParallelModule,
     check_not_sharded,
 )
+from lightning_dist.engine.tensor_parallel.config import resolve_plan
 from lightning_dist.engine.tensor_parallel.layers.activations import add_up_gradients
-from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensors.dtensor import local_part, whole
 from lightning_dist.engine.tensors.patch import user_state_kept
 from recipes.gpt import Attention, build_gpt

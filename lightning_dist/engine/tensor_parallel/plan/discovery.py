@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_dist.engine.common.names import shorten
+from lightning_dist.engine.tensor_parallel.config import resolve_plan
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.attention import find_attention
 from lightning_dist.engine.tensor_parallel.plan.mlp import find_mlp
-from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.verify import check_parts, find_mismatches
 from lightning_dist.engine.tensor_parallel.plan.vocabulary import (
     find_vocabulary,

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule
-from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
+from lightning_dist.engine.tensor_parallel.config import resolve_plan
 from lightning_dist.engine.tensor_parallel.summary import TensorRow, summarise
 from lightning_dist.engine.tensors.dtensor import cut
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank

@@ -4,9 +4,8 @@ import pytest
 from torch import nn
 
 from lightning_dist.engine.tensor_parallel.apply import check_styles
-from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.engine.tensor_parallel.config import TensorConfig, resolve_plan
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.regions import Partners
 
 

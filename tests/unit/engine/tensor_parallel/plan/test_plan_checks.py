@@ -4,9 +4,9 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensor_parallel.apply import check_styles
+from lightning_dist.engine.tensor_parallel.config import resolve_plan
 from lightning_dist.engine.tensor_parallel.layers.projection import is_projection
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.regions import Partners
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensor_parallel.plan.plan import resolve_plan
+from lightning_dist.engine.tensor_parallel.config import resolve_plan
 from lightning_dist.engine.tensor_parallel.plan.verify_sequence import check_positions
 
 WIDTH, HEADS, TP = 8, 2, 2
