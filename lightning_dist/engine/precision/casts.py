@@ -1,7 +1,6 @@
 """The casts of inputs to the precision in which a module computes, and of its parameters.
 
-A layer with weights in half precision gets a half-precision input, a kept layer gets fp32. The
-hooks read the dtype of the layer's present weights, not a switch. So inputs also fit when a layer
+The hooks read the dtype of a layer's present weights, not a switch. So inputs also fit when a layer
 is recomputed in a backward, or called outside of a step, where no copies replace the parameters.
 
 All casts are operations of the autograd graph, so a backward leaves fp32 gradients on the
@@ -59,7 +58,6 @@ class HalfCasts:
             handle.remove()
 
     def _cast_input(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Casts the module's input to a dtype, or to that of its present weights."""
         hook = TracedHook(_cast_arguments, dtype)
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
@@ -171,7 +169,7 @@ def as_in_step(module: nn.Module, half: HalfPrecision) -> Iterator[None]:
 
 
 def _placed(part: nn.Module, path: str) -> nn.Module:
-    """Returns a module that has the part under its dotted name, for the rule reads names."""
+    # The rule reads dotted names.
     for name in reversed(path.split(".") if path else []):
         outer = nn.Module()
         outer.add_module(name, part)

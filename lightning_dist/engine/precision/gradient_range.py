@@ -18,13 +18,7 @@ from lightning_dist.engine.tensors.dtensor import local_part
 
 @dataclass(frozen=True, slots=True)
 class GradientRange:
-    """Counts of a layer's gradient elements.
-
-    Attributes:
-        num_elements: All elements.
-        num_overflowed: Elements that are infinite or nan.
-        num_underflowed: Elements that are zero, or below the smallest normal number.
-    """
+    """Counts of a layer's gradient elements."""
 
     num_elements: int = 0
     num_overflowed: int = 0

@@ -65,11 +65,7 @@ class LocalOverflow(Overflow):
 
 
 class AllReducedOverflow(LocalOverflow):
-    """Decides for ranks that update together.
-
-    Args:
-        group: Group of all ranks.
-    """
+    """Decides for the ranks of a group, which update together."""
 
     def __init__(self, group: DeviceGroup) -> None:
         super().__init__()
@@ -105,40 +101,21 @@ class AsyncOverflow(LocalOverflow):
         return bool(found.item())
 
 
-class Progress(Protocol):
-    """The progress of an asynchronous pipeline on this rank.
-
-    Attributes:
-        num_batches: Batches that this rank has begun.
-        batches_since_drain: Batches that this rank has begun since the last drain.
-        gradients_of_batch: Index of the batch whose gradients are to be applied.
-        lag: Batches by which an update can be late, at most.
-    """
-
-    @property
-    def num_batches(self) -> int: ...  # noqa: D102
-
-    @property
-    def batches_since_drain(self) -> int: ...  # noqa: D102
-
-    @property
-    def gradients_of_batch(self) -> int: ...  # noqa: D102
-
-    @property
-    def lag(self) -> int: ...  # noqa: D102
-
-
 class PerStageOverflow(Overflow):
     """Decides for stages that update for a batch at different times.
 
     Args:
         group: Group of all ranks, for no other use.
-        pipeline: Returns the progress of this rank's stages.
+        batch: Returns the index of the batch whose gradients are to be applied.
+        is_everywhere: Returns whether all stages have updated for a batch: each rank alike, without
+            waiting.
     """
 
-    def __init__(self, group: DeviceGroup, pipeline: Callable[[], Progress]) -> None:
+    def __init__(
+        self, group: DeviceGroup, batch: Callable[[], int], is_everywhere: Callable[[int], bool]
+    ) -> None:
         self._group = group
-        self._pipeline = pipeline
+        self._batch, self._is_everywhere = batch, is_everywhere
         self._posted: deque[tuple[int, dist.Work, Tensor]] = deque()
 
     @override
@@ -146,7 +123,7 @@ class PerStageOverflow(Overflow):
         found = _vote(gradients, self._group.device)
         decided = bool(found.item())
         work, found = _post(found, self._group)
-        self._posted.append((self._pipeline().gradients_of_batch, work, found))
+        self._posted.append((self._batch(), work, found))
         return decided
 
     @override
@@ -155,12 +132,6 @@ class PerStageOverflow(Overflow):
             _, work, found = self._posted.popleft()
             work.wait()
             yield bool(found.item())
-
-    def _is_everywhere(self, batch: int) -> bool:
-        """Whether all stages have updated for a batch: each rank decides alike, without waiting."""
-        pipeline = self._pipeline()
-        first_since_drain = pipeline.num_batches - pipeline.batches_since_drain
-        return batch < first_since_drain or batch + pipeline.lag + 1 < pipeline.num_batches
 
 
 def are_finite(gradients: Iterable[Tensor]) -> bool:

@@ -2,11 +2,9 @@
 
 A *unit* is a module whose parameters are gathered in one collective before its forward, and freed
 after it. A root, the module that is called, is always a unit: it takes the parameters that no unit
-inside it has. Before torch 2.13 there is no public way to forget a step that an exception has
-ended: the next backward would continue it. So this is the one place that resets FSDP2's private
-state of a step, only in those versions, which do not change any more. And the one place that lets
-FSDP2 know that a unit is trained which was frozen when the root was first called, and that some of
-a unit's parameters were not used in each step of an update.
+inside it has. What has no public way in FSDP2 is done here: to forget a step that an exception has
+ended (before torch 2.13, in versions that do not change any more), to train a unit that was frozen
+when the root was first called, and not to use all of a unit's parameters in each step of an update.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -76,8 +75,7 @@ def _forget(state: Any) -> None:
 def note_unfrozen(root: nn.Module) -> None:
     """Lets units be trained whose parameters were all frozen when the root was first called.
 
-    There is no public way. Under mixed precision such a unit has no dtype for its gradients, and
-    its first backward fails.
+    Under mixed precision such a unit has no dtype for its gradients, and its first backward fails.
     """
     for group in _param_groups(root):
         if getattr(group, "_orig_dtype", "unknown") is None:  # the root has been called
@@ -88,8 +86,8 @@ def note_unfrozen(root: nn.Module) -> None:
 def skip_never_gathered(roots: Iterable[nn.Module]) -> Iterator[None]:
     """Lets a backward leave out units that were never gathered, such as a teacher that only looks.
 
-    There is no public way. Under mixed precision FSDP2 looks for the gradient of each parameter
-    behind a backward after which it reduces nothing, and fails for want of a gathered copy.
+    Under mixed precision FSDP2 looks for the gradient of each parameter behind a backward after
+    which it reduces nothing, and fails for want of a gathered copy.
     """
     parameters = [p for root in roots for group in _param_groups(root) for p in group.fsdp_params]
     # They have a dtype from the root's first forward on.
@@ -110,10 +108,7 @@ class KeptGradients:
 
     Under mixed precision they are kept in the dtype in which they will be reduced. FSDP2 does not
     reduce them together with gradients in another dtype, which parameters have that are used in the
-    last of the backwards only, or in none. There is no public way to do so.
-
-    Args:
-        roots: The sharded roots.
+    last of the backwards only, or in none.
     """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
@@ -131,7 +126,6 @@ class KeptGradients:
 
 
 def _param_groups(root: nn.Module) -> Iterator[Any]:
-    """Yields the groups of parameters that FSDP2 gathers together."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             yield from groups_of(module)
@@ -204,38 +198,29 @@ def shard(
     )
     is_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=is_cuda) if options.offload else OffloadPolicy()
+    shard_one = partial(
+        fully_shard, mesh=mesh, offload_policy=offload, shard_placement_fn=_shard_dim
+    )
     if kept is not None:
-        fully_shard(
-            kept,
-            mesh=mesh,
-            reshard_after_forward=False,
-            mp_policy=MixedPrecisionPolicy(in_fp32.param_dtype, cast_forward_inputs=False),
-            offload_policy=offload,
-            shard_placement_fn=_shard_dim,
-        )
+        in_kept = MixedPrecisionPolicy(in_fp32.param_dtype, cast_forward_inputs=False)
+        shard_one(kept, reshard_after_forward=False, mp_policy=in_kept)
         apart = set(kept.parameters())  # which it has replaced
     for unit in units:
         own, part = unit.reshard_after_forward, module.get_submodule(unit.name)
         usual = of_complex if part in are_complex else precision
-        fully_shard(
+        shard_one(
             part,
-            mesh=mesh,
             reshard_after_forward=options.reshard_after_forward if own is None else own,
             mp_policy=in_fp32 if unit.keep_fp32 else usual,
-            offload_policy=offload,
-            shard_placement_fn=_shard_dim,
             ignored_params=apart | left_whole,
         )
     # A root's input is the user's batch, targets too: their dtype is not ours to change.
     for root in roots:
         usual = of_complex if root in are_complex else precision
-        fully_shard(
+        shard_one(
             root,
-            mesh=mesh,
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=replace(usual, cast_forward_inputs=False),
-            offload_policy=offload,
-            shard_placement_fn=_shard_dim,
             ignored_params=apart | left_whole,
         )
     for name, parameter in module.named_parameters():  # FSDP2 has replaced them
@@ -302,8 +287,7 @@ def _check_classes(module: nn.Module) -> None:
 
 
 def _check_stacks(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Checks that FSDP2 can shard parameters of which tensor-parallel ranks have several pieces."""
-    # It shards along a dim other than the first one only in equal parts.
+    # FSDP2 shards along a dim other than the first one only in equal parts.
     num_shards = mesh.shape[-1]
     for name, parameter in module.named_parameters():
         dim = _shard_dim(parameter)
@@ -317,7 +301,7 @@ def _check_stacks(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard_dim(parameter: nn.Parameter) -> Shard | None:
-    """Returns the other dim than the stacked one; None for FSDP2's default."""
+    """Returns the other dim than that of stacked matrices; None for FSDP2's default."""
     dim = stacked_dim(parameter)
     return None if dim is None else Shard(1 - dim)
 

@@ -276,9 +276,16 @@ class StageUpdates(RunSetup):
             return super().overflow()
         group = self.device_group(*self.mesh.sizes, purpose="overflow")
         if not self._rule.is_joint:
-            return PerStageOverflow(group, lambda: self.session.pipeline)
+            return PerStageOverflow(
+                group, lambda: self.session.pipeline.gradients_of_batch, self._is_everywhere
+            )
         self._votes = AsyncOverflow(group, lambda: self.session.pipeline.due_update)
         return self._votes
+
+    def _is_everywhere(self, batch: int) -> bool:
+        pipeline = self.session.pipeline
+        first_since_drain = pipeline.num_batches - pipeline.batches_since_drain
+        return batch < first_since_drain or batch + pipeline.lag + 1 < pipeline.num_batches
 
     # --- Lightning's calls -------------------------------------------------------------------
 
