@@ -12,9 +12,8 @@ All ranks must write the same, as replicas must.
 A stage's weights stay gathered for all micro-batches of a round. So they are copied back once,
 before the backward that frees them.
 
-Of FSDP2 this module reads a unit's ``fsdp_params`` and whether it is freed after its forward, and a
-parameter's ``_unsharded_param``, ``fsdp_placement`` and ``mesh_info``; no public function gives a
-gathered copy and its place. FSDP2 makes a copy once, and then only frees and allocates its memory.
+Of FSDP2 this module reads private attributes; no public function gives a gathered copy and its
+place. FSDP2 makes a copy once, and then only frees and allocates its memory.
 """
 
 from __future__ import annotations
@@ -64,11 +63,7 @@ class WrittenWeights:
 
 
 class _Weight:
-    """One weight of a unit, gathered or not.
-
-    Args:
-        parameter: FSDP2's description of it, whose copy is gathered now.
-    """
+    """One weight of a unit, given FSDP2's description of it, while its copy is gathered."""
 
     def __init__(self, parameter: Any) -> None:
         self.parameter = parameter
@@ -81,12 +76,10 @@ class _Weight:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the copy has memory."""
         return self._storage.size() > 0
 
     @property
     def shard(self) -> Tensor:
-        """The values of this rank's shard."""
         found: Tensor = self.parameter.sharded_param
         return local_part(found)
 
@@ -100,15 +93,7 @@ class _Weight:
 
 
 class _Unit:
-    """One unit of FSDP2.
-
-    Args:
-        module: The unit's module.
-        in_rounds: As for :class:`WrittenWeights`.
-
-    Attributes:
-        is_waiting: Whether nothing was copied back after the last forward.
-    """
+    """One unit of FSDP2; it is waiting if nothing was copied back after the last forward."""
 
     def __init__(self, module: FSDPModule, in_rounds: bool) -> None:
         self._groups, self._in_rounds = groups_of(module), in_rounds
@@ -120,8 +105,7 @@ class _Unit:
         hooked.register_forward_hook(self._end, prepend=True)  # ahead of it
 
     def __deepcopy__(self, memo: object) -> _Unit:
-        """Returns itself: a copy of the module is no unit."""
-        return self
+        return self  # a copy of the module is no unit
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, *_: object) -> None:
@@ -143,7 +127,6 @@ class _Unit:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copies back what is gathered."""
         self.is_waiting = False
         shards, parts = [], []
         for weight, version in zip(self._weights, self._versions, strict=True):
@@ -165,7 +148,6 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def _part_of(whole: Tensor, parameter: Any) -> Tensor:
-    """Returns this rank's part of a gathered weight, a view."""
     mesh, dim = parameter.mesh_info, parameter.fsdp_placement.dim
     chunks = torch.chunk(whole, mesh.shard_mesh_size, dim)
     rank: int = mesh.shard_mesh_rank

@@ -26,8 +26,7 @@ class RegionRandomness:
     """
 
     def __init__(self, index: int, device: torch.device) -> None:
-        self._index = index
-        self._device = device
+        self._index, self._device = index, device
         self._before: list[torch.Tensor] = []
         self._outside: list[torch.Tensor] = []
         self._inside: list[torch.Tensor] = []

@@ -61,12 +61,10 @@ def mark(logits: DTensor) -> DTensor:
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    """Returns whether a tensor is marked as sharded logits."""
     return hasattr(tensor, _MARK)
 
 
 def _takes_shards(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Returns whether a function may be called with sharded logits."""
     if func is Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return all(isinstance(part, int | slice | EllipsisType | None) for part in index)
@@ -98,14 +96,12 @@ def _takes_shards_as_loss(args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 def _writes(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a function writes into its first argument."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or func is Tensor.__setitem__ or bool(kwargs.get("inplace"))
 
 
 def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """Lists the tensors in a function's arguments."""
     # Only lists are opened, for this runs at each operation of a step.
     parts = (value if isinstance(value, list | tuple) else (value,) for value in values)
     return [part for part in chain.from_iterable(parts) if isinstance(part, Tensor)]
@@ -179,7 +175,6 @@ class ShardedLogits(TorchFunctionMode):
         return func(*args, **named)
 
     def _write(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Calls a function that writes into gathered logits, which replace the sharded ones."""
         logits, *others = args
         copy = whole(logits).clone()  # autograd refuses a write into the gathered tensor
         self._written[id(logits)] = (logits, copy)
@@ -187,7 +182,6 @@ class ShardedLogits(TorchFunctionMode):
         return func(copy, *others, **named)
 
     def _newest(self, tensor: Tensor) -> Tensor:
-        """Returns the written, gathered logits in place of the sharded ones."""
         if not _is_sharded(tensor):
             return tensor
         if id(tensor) in self._written:

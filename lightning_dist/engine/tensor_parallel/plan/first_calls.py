@@ -45,15 +45,10 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class _Kind:
-    """Modules with the same computation.
+    """Modules with the same computation."""
 
-    Attributes:
-        skeleton: One of them before it was sharded, without values.
-        calls: The kinds of calls that need no proof any more.
-    """
-
-    skeleton: nn.Module
-    calls: set[Hashable] = field(default_factory=set)
+    skeleton: nn.Module  # one of them before it was sharded, without values
+    calls: set[Hashable] = field(default_factory=set)  # kinds that need no proof any more
 
 
 class FirstCalls:

@@ -207,7 +207,7 @@ class _Run:
 
 def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | None) -> None:
     base = _layer(layer, "base_layer") if is_adapted(layer) else layer
-    compute = partial(_without_bias, base)
+    compute = partial(_project, base, base.weight, None)
     if base is not layer:
         base.forward = compute  # type: ignore[method-assign]
         compute = partial(type(layer).forward, layer)
@@ -239,8 +239,7 @@ def _part(copy: nn.Module, sharding: Sharding, rank: int) -> nn.Module:
             bias = None if cut.bias is None else _piece(cut.bias, 0, num_stacked, tp_size, rank)
             cut.forward = partial(_project, cut, weight, bias)  # type: ignore[method-assign]
         if is_adapted(layer) and not style.sums_up:
-            whole = partial(type(layer).forward, layer)
-            layer.forward = _behind(whole)  # type: ignore[method-assign, assignment]
+            layer.forward = partial(_behind, layer)  # type: ignore[method-assign]
     for parent, width in features.items():
         keep_own_heads(part.get_submodule(parent), width, tp_size)
     return part
@@ -254,12 +253,8 @@ def _note_calls(part: nn.Module, name: str, inner: list[str]) -> list[RemovableH
     return [begin, part.register_forward_hook(end)]
 
 
-def _behind(compute: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: compute(behind(x))
-
-
-def _without_bias(layer: nn.Linear, x: Tensor) -> Tensor:
-    return project(layer, x, layer.weight, None)
+def _behind(layer: nn.Linear, x: Tensor) -> Tensor:
+    return type(layer).forward(layer, behind(x))
 
 
 def _project(layer: nn.Linear, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

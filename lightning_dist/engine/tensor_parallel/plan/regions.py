@@ -25,12 +25,6 @@ class Partners:
 
     A layer's partner is the nearest by name, for a module may list its layers in any order. Of
     equally near layers it is the next one.
-
-    Args:
-        styles: Styles by module name, in the order of the model.
-
-    Attributes:
-        styles: The same.
     """
 
     def __init__(self, styles: Styles) -> None:

@@ -71,8 +71,9 @@ def shardings(module: nn.Module, styles: Styles, tp_size: int) -> Iterator[Shard
         inner = {_inside(name, n): styles[n] for n in layers}
         local = all_local.get(name, [])
         inner |= {_inside(name, n): Style.LOCAL for n in local}
-        inner |= {_inside(name, n): style for n, style in alone.items() if _is_in(n, name)}
-        label = _label_of(name, module.get_submodule(name))
+        prefix = f"{name}." if name else ""
+        inner |= {_inside(name, n): s for n, s in alone.items() if n.startswith(prefix)}
+        label = repr(name or original_class(module).__name__)
         yield Sharding(label, name, inner, stacks, tp_size, layers, local)
 
 
@@ -131,10 +132,6 @@ def local_in(styles: Styles, all_holders: Collection[str]) -> dict[str, list[str
     return found
 
 
-def _is_in(name: str, holder: str) -> bool:
-    return name.startswith(f"{holder}." if holder else "")
-
-
 def _check_ends(styles: Styles) -> None:
     """Checks that regions begin and end."""
     begins = [name for name, style in styles.items() if style is Style.COLWISE]
@@ -162,9 +159,8 @@ def _check_local(module: nn.Module, styles: Styles) -> None:
     for name, style in styles.items():
         if style is Style.LOCAL and name not in inside:
             raise ValueError(
-                f"Leave {name!r} out of plan=: it says that {name!r} meets each rank's own features"
-                " ('local'), but nothing is cut in the module that has it: no 'colwise' and"
-                " 'rowwise' layers are beside it. It meets the same on all ranks."
+                f"Leave {name!r} out of plan=: it is 'local' there, but nothing is cut in the"
+                " module that has it: no 'colwise' and 'rowwise' layers are beside it."
             )
 
 
@@ -194,11 +190,6 @@ def _activations(module: nn.Module, styles: Styles, dtype: torch.dtype) -> list[
     vectors = [x.flatten(0, 1) for x in sequences]
     normalises = any(isinstance(part, nn.BatchNorm1d) for part in module.modules())
     return [*vectors, *sequences] if normalises else [*sequences, *vectors]
-
-
-def _label_of(name: str, holder: nn.Module) -> str:
-    """Names a module, or the whole model by its class."""
-    return repr(name or original_class(holder).__name__)
 
 
 def _inside(holder: str, name: str) -> str:
