@@ -241,8 +241,7 @@ def _check_dtypes(
 ) -> set[nn.Module]:
     """Checks that a unit's gradients have one dtype, for they are reduced in one buffer.
 
-    Returns:
-        The units and roots whose gradients are complex, or will be if all is frozen now.
+    Returns the units and roots whose gradients are complex, or will be if all is frozen now.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     taken = set(apart) | {
@@ -346,14 +345,9 @@ def fill(
 
 
 def move_rest(module: nn.Module, roots: Iterable[FSDPModule], device: torch.device) -> None:
-    """Moves all tensors but the shards, which stay in host memory.
+    """Moves all tensors of the user's module but the shards, which stay in host memory.
 
     FSDP2 moves a root's buffers to the device, but nothing outside of the roots, and no metric.
-
-    Args:
-        module: The user's module.
-        roots: The sharded roots, inside of the module or around it.
-        device: Device on which the module computes.
     """
     parameters = (p for root in roots for p in cast(nn.Module, root).parameters())
     sharded = {id(p) for p in parameters if not is_indivisible(p)}

@@ -54,11 +54,7 @@ class ManualSteps:
 
 @dataclass(frozen=True)
 class WithCalled(WrapPolicy):
-    """The user's policy, with a unit for each other module that a step calls.
-
-    Attributes:
-        policy: The user's policy.
-    """
+    """The user's policy, with a unit for each other module that a step calls."""
 
     policy: WrapPolicy
 

@@ -39,10 +39,8 @@ def choose_recomputed(root: nn.Module, names: Collection[str]) -> list[nn.Module
     """Chooses the modules to recompute as one, among nested modules.
 
     To recompute a whole model at the start of the backward saves nothing. So the outermost modules
-    are chosen, but inside a module with several modules of one kind, those blocks are chosen.
-
-    Returns:
-        Modules, none inside of another.
+    are chosen, but inside a module with several modules of one kind, those blocks are chosen. None
+    is inside of another.
     """
     chosen: list[nn.Module] = []
     for name in outermost(names):

@@ -71,12 +71,9 @@ class UnitAgreement:
 
     @contextmanager
     def step(self, *, training: bool) -> Iterator[None]:
-        """Returns the context manager for a step's forward.
+        """Returns the context manager for a step's forward, differentiated later if ``training``.
 
         Collective: every rank that takes part in the forward must enter it.
-
-        Args:
-            training: Whether the step's result will be differentiated.
 
         Raises:
             ValueError: The ranks run different units.
@@ -158,5 +155,5 @@ class UnitAgreement:
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:
-    """Returns an input that requires a gradient, which is not used."""
+    # The gradient is not used.
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

@@ -56,14 +56,9 @@ class TensorConfig:
 
 
 def resolve_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
-    """Returns the modules that a plan names, with their styles.
+    """Returns the modules that a plan names, in the order of the model, with their styles.
 
-    Args:
-        module: The model.
-        plan: Styles by pattern; if several patterns match a module, the last one counts.
-
-    Returns:
-        Styles by module name, in the order of the model.
+    If several patterns match a module, the last one counts.
 
     Raises:
         ValueError: A style is unknown or does not fit, or a pattern matches no module.

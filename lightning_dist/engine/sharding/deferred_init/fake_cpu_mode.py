@@ -56,11 +56,7 @@ _ANSWERS = {
 
 
 class FakeCPUMode(TorchFunctionMode):
-    """Makes deferred tensors on the meta device look like CPU tensors.
-
-    Args:
-        recorder: The mode that records the operations, which must be active too.
-    """
+    """Makes deferred tensors look like CPU tensors, while the recorder is active, too."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -116,7 +112,7 @@ class FakeCPUMode(TorchFunctionMode):
         return func(*args, **({**kwargs, "device": META} if device == CPU else kwargs))
 
     def _call_on_foreign(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function on a tensor that the constructor itself made on the meta device."""
+        # The constructor itself made the tensor on the meta device.
         with self._recorder.set_aside():
             if func is not torch.empty_like or _device(kwargs.get("device")) != CPU:
                 return func(*args, **kwargs)
@@ -133,7 +129,6 @@ class FakeCPUMode(TorchFunctionMode):
 
 
 def _device(value: Any) -> torch.device | None:
-    """Returns the device that an argument names; None if it names none."""
     if not isinstance(value, str | torch.device):
         return None
     device = torch.device(value)

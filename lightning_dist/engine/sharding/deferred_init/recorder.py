@@ -160,7 +160,6 @@ class Recorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Lists the tensors that a call changes."""
     # The schema of an operation has no public name; torch's own modes read it here.
     arguments = func._schema.arguments
     given = {

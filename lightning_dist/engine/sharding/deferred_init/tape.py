@@ -54,28 +54,16 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """One call.
-
-    Attributes:
-        function: The called function.
-        skeleton: The call's arguments, with a slot for each tensor.
-        inputs: The arguments' tensors: references, or constants that are not on the tape.
-        reads: Storages whose bytes the result depends on.
-        writes: Storages that are made or changed.
-        default_dtype: The default floating dtype at the time of the call.
-        generator: The generator of a random operation.
-        generator_state: State of the generator before the call.
-        results: The tensors of the result.
-    """
+    """One call."""
 
     function: Any
-    skeleton: Any
-    inputs: tuple[Reference | Tensor, ...]
-    reads: frozenset[int]
-    writes: frozenset[int]
-    default_dtype: torch.dtype
-    generator: torch.Generator | None = None
-    generator_state: Tensor | None = None
+    skeleton: Any  # the arguments, with a slot for each tensor
+    inputs: tuple[Reference | Tensor, ...]  # their tensors; constants are not on the tape
+    reads: frozenset[int]  # storages whose bytes the result depends on
+    writes: frozenset[int]  # storages that are made or changed
+    default_dtype: torch.dtype  # as it was at the call
+    generator: torch.Generator | None = None  # of a random operation
+    generator_state: Tensor | None = None  # before the call
     results: tuple[Reference, ...] = ()
 
     def run(self, memory: Memory) -> Any:

@@ -38,17 +38,11 @@ _REPLICATE, _PARTIAL = Replicate(), Partial()
 
 @dataclass(frozen=True)
 class Redistribution:
-    """A redistribution of an activation, and that of its gradient.
+    """A redistribution of an activation, and that of its gradient."""
 
-    Attributes:
-        forward: Placement of the activation before, and after.
-        backward: Placement of the gradient before, and after.
-        is_of_sequence: Whether the sequence of the blocks is split or gathered.
-    """
-
-    forward: tuple[Placement, Placement]
-    backward: tuple[Placement, Placement]
-    is_of_sequence: bool = False
+    forward: tuple[Placement, Placement]  # before, and after
+    backward: tuple[Placement, Placement]  # of the gradient
+    is_of_sequence: bool = False  # the sequence of the blocks is split or gathered
 
     @property
     def of_gradient(self) -> Redistribution:

@@ -80,14 +80,10 @@ class Entry:
 
     Query, key and value projections read one activation: it enters once, so that its gradient is
     summed over the ranks once.
-
-    Attributes:
-        region: The region.
-        is_open: Whether a module around the layers has taken the activation in already.
     """
 
     region: Region
-    is_open: bool = False
+    is_open: bool = False  # a module around the layers has taken the activation in already
     _outside: Tensor | None = field(default=None, repr=False)
     _state: tuple[int, bool] = field(default=(0, False), repr=False)
     _inside: Tensor | None = field(default=None, repr=False)

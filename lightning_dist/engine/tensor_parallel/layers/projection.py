@@ -30,11 +30,7 @@ def is_token_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
 def look_up(table: nn.Embedding, tokens: Tensor, rows: Tensor, first: int) -> Tensor:
     """Looks tokens up in some rows, with the table's own forward.
 
-    Args:
-        table: The embedding.
-        tokens: Token indices from 0 to the number of rows.
-        rows: Some rows of the table.
-        first: Index in the table of the first of the rows.
+    Tokens are indices into these rows, the first of which has the index ``first`` in the table.
     """
     stand_in: Any = copy(table)
     stand_in._parameters = {}
@@ -86,9 +82,7 @@ def projection_name(path: str) -> str:
 def cut_parts(layer: nn.Module, *, by_output: bool) -> dict[str, nn.Linear]:
     """Returns the layers whose matrices are cut with a projection, by their paths inside of it.
 
-    Args:
-        layer: A projection. One without adapters is its only part, with an empty path.
-        by_output: Whether output features are cut, or else input features.
+    A projection without adapters is its only part, with an empty path.
     """
     base: Any = layer._modules.get("base_layer")
     if base is None:
@@ -120,16 +114,9 @@ def input_size(layer: nn.Module) -> int:
 
 
 def project(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the layer's output with another weight.
+    """Returns the output ``(..., out)`` for an input ``(..., in)`` with another weight and bias.
 
-    Args:
-        layer: The projection, whose class decides whether the weight is transposed.
-        x: Input of shape ``(..., in)``.
-        weight: Weight in the layer's layout.
-        bias: Bias of shape ``(out,)``, or None.
-
-    Returns:
-        Output of shape ``(..., out)``.
+    The layer's class decides whether the weight is transposed.
     """
     return F.linear(x, weight.T if _lies_across(layer) else weight, bias)
 

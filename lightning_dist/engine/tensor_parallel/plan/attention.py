@@ -76,11 +76,9 @@ def is_attention_projection(own_name: str) -> bool:
 
 
 def find_attention(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[str, str]]:
-    """Finds out whether the projections of an attention can be sharded.
+    """Returns the styles of an attention's projections, or else why not, by layer name.
 
-    Returns:
-        Styles, or else the reasons against sharding, by layer name. Both are empty for no
-        attention.
+    Both are empty for no attention.
     """
     attention = root.get_submodule(name)
     own_names = _inputs(attention)

@@ -31,15 +31,10 @@ from lightning_dist.engine.tensors.module_tree import original_class
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """The plan of a model, and the reasons why some layers are left whole.
-
-    Attributes:
-        styles: Styles by module name, in the order of the model.
-        reasons: Reasons by module name, for layers that could be sharded by their names.
-    """
+    """The plan of a model, in its order, and the reasons why some layers are left whole."""
 
     styles: Mapping[str, Style]
-    reasons: Mapping[str, str]
+    reasons: Mapping[str, str]  # for layers that could be sharded by their names
 
 
 def find_plan(module: nn.Module, tp_size: int = 1) -> FoundPlan:

@@ -63,10 +63,9 @@ def is_mlp_projection(own_name: str) -> bool:
 
 
 def find_mlp(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[str, str]]:
-    """Finds out whether the projections of an MLP can be sharded.
+    """Returns the styles of an MLP's projections, or else why not, by layer name.
 
-    Returns:
-        Styles, or else the reasons against sharding, by layer name. Both are empty for no MLP.
+    Both are empty for no MLP.
     """
     mlp, prefix = root.get_submodule(name), f"{name}." if name else ""
     if isinstance(mlp, nn.Sequential):

@@ -66,15 +66,10 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Finding:
-    """What trials of a module have shown.
+    """What trials of a module have shown."""
 
-    Attributes:
-        is_proven: Whether the whole module could be run.
-        flaw: What is wrong with its parts; None if they add up.
-    """
-
-    is_proven: bool
-    flaw: str | None = None
+    is_proven: bool  # the whole module could be run
+    flaw: str | None = None  # what is wrong with its parts; None if they add up
 
 
 TrialsOf = Callable[[nn.Module, torch.dtype], Iterable[Trial]]
@@ -84,13 +79,9 @@ Compare = Callable[[nn.Module, Trial], Callable[[float], str | None]]
 
 
 def prove(module: nn.Module, trials_of: TrialsOf, compare: Compare, *, training: bool) -> Finding:
-    """Runs a copy of a module whole and in parts.
+    """Runs a copy of a module, which may be on the meta device, whole and in parts.
 
-    Args:
-        module: The module, which is not changed; may be on the meta device.
-        trials_of: Lists the trials; the first one that the whole module can run counts.
-        compare: Compares the parts with the whole.
-        training: Whether the copy is in training mode.
+    The first trial that the whole module can run counts.
     """
     for dtype in TYPES:
         try:

@@ -197,17 +197,11 @@ def shared_copy(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Trial:
-    """A way to call a module.
-
-    Attributes:
-        x: The activation.
-        fill_in: Returns the arguments of a call with an activation.
-        is_guess: Whether the module may need other arguments.
-    """
+    """A way to call a module with an activation."""
 
     x: Tensor
-    fill_in: Callable[[Tensor], tuple[Sequence[Any], Mapping[str, Any]]]
-    is_guess: bool = False
+    fill_in: Callable[[Tensor], tuple[Sequence[Any], Mapping[str, Any]]]  # the call's arguments
+    is_guess: bool = False  # the module may need other arguments
 
     def run(self, module: nn.Module, numbers: TrialNumbers, x: Tensor | None = None) -> Tensor:
         """Calls a module's forward, without hooks, and returns its first tensor."""

@@ -34,14 +34,7 @@ _Change = Callable[[Tensor], Tensor]
 
 
 def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp_size: int) -> None:
-    """Checks that only sharded layers use more than one position.
-
-    Args:
-        module: The whole model, which is not changed; may be on the meta device.
-        blocks: Names of the model's blocks.
-        styles: Styles by module name, in the order of the model.
-        tp_size: Number of tensor-parallel ranks.
-    """
+    """Checks that in a model's blocks only sharded layers use more than one position."""
     known: dict[Any, str | None] = {}
     for name in blocks:
         block, prefix = module.get_submodule(name), f"{name}."
