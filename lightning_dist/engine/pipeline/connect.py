@@ -12,12 +12,13 @@ Gloo carries the schemas only.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from itertools import pairwise
 from threading import Thread
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -84,47 +85,34 @@ class Channels:
         _destroy(self.p2p_groups)
 
 
-class Ends(Protocol):
-    """A rank's ends of the channels of one kind: activations, or gradients."""
-
-    def to(self, peer: int, stage: int) -> Sender:
-        """Returns the end through which a stage of this rank sends to another rank's stage.
-
-        Args:
-            peer: The other rank.
-            stage: The sending stage.
-        """
-
-    def of(self, peer: int, stage: int) -> Receiver:
-        """Returns the end through which a stage of this rank receives from another rank's stage.
-
-        Args:
-            peer: The other rank.
-            stage: The sending stage.
-        """
-
-
-def wire(rank_of_stage: Sequence[int], rank: int, activations: Ends, gradients: Ends) -> Links:
+def wire(
+    rank_of_stage: Sequence[int],
+    rank: int,
+    sender: Callable[[int, int], Sender],
+    receiver: Callable[[int, int], Receiver],
+) -> Links:
     """Returns the channels of a rank's stages; two stages on the rank use its memory.
 
     Args:
         rank_of_stage: The rank of each stage.
         rank: This rank.
-        activations: This rank's ends of the channels down the pipeline.
-        gradients: This rank's ends of the channels up the pipeline.
+        sender: Takes a stage of this rank and its neighbour on another; returns the sending end.
+        receiver: Takes a stage of another rank and its neighbour on this; returns the receiving
+            end.
     """
     links = Links()
     for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
+        after = stage + 1
         if home == next_home == rank:
             down, up = MemoryChannel(), MemoryChannel()
-            links.activations_out[stage], links.activations_in[stage + 1] = down, down
-            links.gradients_out[stage + 1], links.gradients_in[stage] = up, up
+            links.activations_out[stage], links.activations_in[after] = down, down
+            links.gradients_out[after], links.gradients_in[stage] = up, up
         elif home == rank:
-            links.activations_out[stage] = activations.to(next_home, stage)
-            links.gradients_in[stage] = gradients.of(next_home, stage + 1)
+            links.activations_out[stage] = sender(stage, after)
+            links.gradients_in[stage] = receiver(after, stage)
         elif next_home == rank:
-            links.activations_in[stage + 1] = activations.of(home, stage)
-            links.gradients_out[stage + 1] = gradients.to(home, stage + 1)
+            links.activations_in[after] = receiver(stage, after)
+            links.gradients_out[after] = sender(after, stage)
     return links
 
 
@@ -159,33 +147,39 @@ def connect(
         if rank in candidates:
             own, ranks = groups, candidates
     places = range(len(ranks)) if rank_of_stage is None else rank_of_stage
-    homes = [ranks[place] for place in places]
-
-    def receiver(group: dist.ProcessGroup, peer: int) -> Receiver:
-        return DistributedReceiver(group, peer, device, timeout_seconds)
-
-    activations, gradients, of_results, *of_ties = own
-    down: Ends = _GroupEnds(activations, receiver)
-    up: Ends = _GroupEnds(gradients, receiver)
-    results = _result_links(ranks, places[-1], of_results, receiver)
-    ties = _tie_links(ranks, pairs, of_ties, receiver)
-    p2p_groups: list[dist.ProcessGroup] = []
+    p2p = None
     if p2p_backend is not None:
         p2p = P2PGroups(pipelines, p2p_backend, device, timeout_seconds)
-        neighbours = [(s, s + 1) for s, (a, b) in enumerate(pairwise(places)) if a != b]
-        between = p2p.open({(s, t): (places[s], places[t]) for s, t in _both_ways(neighbours)})
-        down, up = _P2PEnds(down, between, p2p, 1), _P2PEnds(up, between, p2p, -1)
-        of_last = [(places[-1], place) for place in range(len(ranks)) if place != places[-1]]
-        results = _over(p2p, results, of_last, copies_leaves=True)
-        ties = _over(p2p, ties, _both_ways(pairs))
-        p2p_groups = p2p.groups
+    opener = _Opener(ranks, device, timeout_seconds, p2p)
+
+    activations, gradients, of_results, *of_ties = own
+    crossings = [(s, s + 1) for s, (a, b) in enumerate(pairwise(places)) if a != b]
+    down = {(s, t): (places[s], places[t]) for s, t in crossings}
+    up = {(t, s): (places[t], places[s]) for s, t in crossings}
+    from_last = {(places[-1], p): (places[-1], p) for p in range(len(ranks)) if p != places[-1]}
+    stages_down = opener.open(activations, down, copies_leaves=True)
+    stages_up = opener.open(gradients, up)
+    results = opener.open(of_results, from_last, copies_leaves=True)
+    ties = _Ends()
+    for group, directed in zip(of_ties, (pairs, [(t, s) for s, t in pairs]), strict=False):
+        ties.add(opener.open(group, {pair: pair for pair in directed}))
+    stages_down.add(stages_up)
+    links = wire(
+        [ranks[place] for place in places],
+        rank,
+        lambda source, target: stages_down.senders[source, target],
+        lambda source, target: stages_down.receivers[source, target],
+    )
     return Channels(
-        links=wire(homes, rank, down, up),
-        results_out=tuple(results.outgoing.values()),
-        results_in=next(iter(results.incoming.values()), None),
+        links=links,
+        results_out=tuple(results.senders.values()),
+        results_in=next(iter(results.receivers.values()), None),
         groups=own,
-        p2p_groups=p2p_groups,
-        ties=ties,
+        p2p_groups=[] if p2p is None else p2p.groups,
+        ties=PeerLinks(
+            {peer: sender for (_, peer), sender in ties.senders.items()},
+            {peer: receiver for (peer, _), receiver in ties.receivers.items()},
+        ),
     )
 
 
@@ -213,16 +207,13 @@ def connect_in_memory(
         rank_of_stage: The rank of each stage.
         make_channel: Creates the channel of one direction between two stages.
     """
-    links = [Links() for _ in range(1 + max(rank_of_stage))]
-    for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
-        down, up = make_channel(), make_channel()
-        links[home].activations_out[stage] = links[next_home].activations_in[stage + 1] = down
-        links[next_home].gradients_out[stage + 1] = links[home].gradients_in[stage] = up
-    return links
+    channels = defaultdict[tuple[int, int], MemoryChannel](make_channel)
 
+    def channel(source: int, target: int) -> MemoryChannel:
+        return channels[source, target]
 
-def _both_ways(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [*pairs, *((second, first) for first, second in pairs)]
+    ranks = range(1 + max(rank_of_stage))
+    return [wire(rank_of_stage, rank, channel, channel) for rank in ranks]
 
 
 def _pairs(holders: Collection[Sequence[int]]) -> list[tuple[int, int]]:
@@ -231,105 +222,63 @@ def _pairs(holders: Collection[Sequence[int]]) -> list[tuple[int, int]]:
     return [(low, high) for low, high in sorted(pairs)]
 
 
-def _result_links(
-    ranks: Sequence[int],
-    last: int,
-    group: dist.ProcessGroup,
-    receiver: Callable[[dist.ProcessGroup, int], Receiver],
-) -> PeerLinks:
-    if dist.get_rank() != ranks[last]:
-        return PeerLinks(incoming={last: receiver(group, ranks[last])})
-    others = [place for place in range(len(ranks)) if place != last]
-    return PeerLinks({place: DistributedSender(group, ranks[place]) for place in others})
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """This rank's ends of channels, by two numbers that name the direction: stages, or places."""
+
+    senders: dict[GroupKey, Sender] = field(default_factory=dict)
+    receivers: dict[GroupKey, Receiver] = field(default_factory=dict)
+
+    def add(self, others: _Ends) -> None:
+        self.senders.update(others.senders)
+        self.receivers.update(others.receivers)
 
 
-def _tie_links(
-    ranks: Sequence[int],
-    pairs: Sequence[tuple[int, int]],
-    groups: Sequence[dist.ProcessGroup],
-    receiver: Callable[[dist.ProcessGroup, int], Receiver],
-) -> PeerLinks:
-    own = ranks.index(dist.get_rank())
-    senders: dict[int, Sender] = {}
-    receivers: dict[int, Receiver] = {}
-    for pair in pairs:
-        if own in pair:
-            is_low, peer = own == pair[0], sum(pair) - own
-            out, back = groups if is_low else reversed(groups)
-            senders[peer] = DistributedSender(out, ranks[peer])
-            receivers[peer] = receiver(back, ranks[peer])
-    return PeerLinks(senders, receivers)
+@dataclass(frozen=True, slots=True)
+class _Opener:
+    """Opens this rank's channels to and from other ranks of its pipeline."""
 
+    ranks: Sequence[int]  # of the pipeline
+    device: torch.device
+    timeout_seconds: float
+    p2p: P2PGroups | None  # None packs tensors for the gloo groups
 
-class _GroupEnds:
-    """This rank's ends of the channels of one communicator, one for each peer and direction."""
-
-    def __init__(
+    def open(
         self,
         group: dist.ProcessGroup,
-        make_receiver: Callable[[dist.ProcessGroup, int], Receiver],
-    ) -> None:
-        self._group = group
-        self._make_receiver = make_receiver
-        self._senders: dict[int, Sender] = {}
-        self._receivers: dict[int, Receiver] = {}
+        places: Mapping[GroupKey, tuple[int, int]],
+        *,
+        copies_leaves: bool = False,
+    ) -> _Ends:
+        """Opens channels over one gloo group, in which two ranks have one for each direction.
 
-    def to(self, peer: int, stage: int) -> Sender:
-        if peer not in self._senders:
-            self._senders[peer] = DistributedSender(self._group, peer)
-        return self._senders[peer]
+        Args:
+            group: Takes the messages, or their schemas.
+            places: The places of the sender and the receiver in the pipeline, of each channel.
+            copies_leaves: As for :class:`.P2PSender`.
+        """
 
-    def of(self, peer: int, stage: int) -> Receiver:
-        if peer not in self._receivers:
-            self._receivers[peer] = self._make_receiver(self._group, peer)
-        return self._receivers[peer]
+        @cache
+        def sender(peer: int) -> Sender:
+            return DistributedSender(group, peer)
 
+        @cache
+        def receiver(peer: int) -> Receiver:
+            return DistributedReceiver(group, peer, self.device, self.timeout_seconds)
 
-def _over(
-    p2p: P2PGroups, control: PeerLinks, pairs: Sequence[GroupKey], *, copies_leaves: bool = False
-) -> PeerLinks:
-    """Opens communicators for pairs of places, and returns this rank's channels over them."""
-    groups = p2p.open({pair: pair for pair in pairs})
-    own, ranks = p2p.place, p2p.ranks
-    return PeerLinks(
-        {
-            peer: p2p.sender(groups[own, peer], ranks[peer], sender, copies_leaves=copies_leaves)
-            for peer, sender in control.outgoing.items()
-        },
-        {
-            peer: p2p.receiver(groups[peer, own], ranks[peer], receiver)
-            for peer, receiver in control.incoming.items()
-        },
-    )
-
-
-class _P2PEnds:
-    """This rank's ends of the point-to-point channels of one direction.
-
-    Args:
-        control: Ends for schemas.
-        groups: The communicators, by sending and receiving stage.
-        p2p: Creates the ends of a communicator.
-        step: From a sending stage to its receiver.
-    """
-
-    def __init__(
-        self,
-        control: Ends,
-        groups: Mapping[GroupKey, dist.ProcessGroup],
-        p2p: P2PGroups,
-        step: int,
-    ) -> None:
-        self._control = control
-        self._groups = groups
-        self._p2p = p2p
-        self._step = step
-
-    def to(self, peer: int, stage: int) -> Sender:
-        group = self._groups[stage, stage + self._step]
-        control = self._control.to(peer, stage)
-        return self._p2p.sender(group, peer, control, copies_leaves=self._step > 0)
-
-    def of(self, peer: int, stage: int) -> Receiver:
-        group = self._groups[stage, stage + self._step]
-        return self._p2p.receiver(group, peer, self._control.of(peer, stage))
+        p2p, own, ends = self.p2p, self.ranks.index(dist.get_rank()), _Ends()
+        over = {} if p2p is None else p2p.open(places)
+        for key, (source, target) in places.items():
+            if source == own:
+                peer = self.ranks[target]
+                out = sender(peer)
+                if p2p is not None:
+                    out = p2p.sender(over[key], peer, out, copies_leaves=copies_leaves)
+                ends.senders[key] = out
+            elif target == own:
+                peer = self.ranks[source]
+                into = receiver(peer)
+                if p2p is not None:
+                    into = p2p.receiver(over[key], peer, into)
+                ends.receivers[key] = into
+        return ends

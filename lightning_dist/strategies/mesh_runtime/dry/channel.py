@@ -98,21 +98,17 @@ def dry_links(
     Returns:
         The links for the runtime, and the messages of this rank's stages to other ranks' stages.
     """
-    activations = _Channels(lambda stage, tag: known[stage][tag], note)
-    gradients = _Channels(lambda stage, tag: activations.sent[stage - 1][tag].gradients(), note)
-    return wire(rank_of_stage, rank, activations, gradients), activations.sent
+    sent: dict[int, Sent] = {}
 
+    def sender(source: int, target: int) -> DrySender:
+        end = DrySender(note)
+        if source < target:
+            sent[source] = end.sent
+        return end
 
-class _Channels:
-    def __init__(self, find: Callable[[int, int], DryMessage], note: Callable[[int], None]) -> None:
-        self.sent: dict[int, Sent] = {}
-        self._find = find
-        self._note = note
+    def receiver(source: int, target: int) -> DryReceiver:
+        if source < target:
+            return DryReceiver(lambda tag: known[source][tag])
+        return DryReceiver(lambda tag: sent[target][tag].gradients())
 
-    def to(self, peer: int, stage: int) -> DrySender:
-        sender = DrySender(self._note)
-        self.sent[stage] = sender.sent
-        return sender
-
-    def of(self, peer: int, stage: int) -> DryReceiver:
-        return DryReceiver(lambda tag: self._find(stage, tag))
+    return wire(rank_of_stage, rank, sender, receiver), sent
