@@ -237,8 +237,8 @@ class OwnStages(Mapping[int, Stage]):
             own,
             rule.weights(options.weight_versions, shape.rank, *sizes),
             options.predict,
+            options.half,
             remembers=options.measure_discrepancy,
-            half=options.half,
             microbatches_per_update=shape.num_microbatches,
             hides_hooks=not gradients.runs_hooks,
         )

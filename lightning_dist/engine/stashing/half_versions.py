@@ -46,7 +46,9 @@ class StashedHalf(Stashed):
     Args:
         parameters: The stage's parameters with their names, trainable or not.
         half: How the parameters are cast.
-        max_age: Steps by which forwards stay behind, as for :class:`.Stashed`.
+        max_age: As for :class:`.Stashed`, like what follows.
+        recomputes: Whether no version is kept.
+        remembers: Whether weights are copied for comparisons.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class StashedHalf(Stashed):
         parameters: Iterable[tuple[str, nn.Parameter]],
         half: HalfWeights,
         max_age: int = 0,
+        *,
+        recomputes: bool = False,
+        remembers: bool = False,
     ) -> None:
-        super().__init__(parameters, max_age)
+        super().__init__(parameters, max_age, recomputes=recomputes, remembers=remembers)
         self._half = half
         self._frozen: dict[str, Tensor] = {}
         self._num_bytes = version_bytes(self._parameters.values(), half.dtype_of)
@@ -111,36 +116,3 @@ class StashedHalf(Stashed):
     @override
     def _leave_current(self) -> None:
         """Does nothing, since the optimizer writes to the masters."""
-
-
-class UnstashedHalf(StashedHalf):
-    """Casts masters, and lets a backward see the newest cast, as :class:`.Unstashed`.
-
-    Args:
-        parameters: The stage's parameters with their names, trainable or not.
-        half: How the parameters are cast.
-        remembers: Whether a micro-batch keeps its forward's weights, for comparisons.
-    """
-
-    recomputes = True
-
-    def __init__(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        half: HalfWeights,
-        *,
-        remembers: bool,
-    ) -> None:
-        super().__init__(parameters, half)
-        self._remembers = remembers
-
-    @override
-    def acquire(self) -> WeightVersion:
-        version = super().acquire()
-        super().release(version)  # the backward uses another version
-        copies = version.aliases if self._remembers else {}
-        return WeightVersion(version.index, version.aliases, copies=copies)
-
-    @override
-    def release(self, version: WeightVersion) -> None:
-        """Does nothing, since the version was released at once."""

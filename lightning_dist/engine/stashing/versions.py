@@ -136,25 +136,27 @@ class Stashed(WeightPolicy):
         parameters: The stage's parameters with their names, trainable or not.
         max_age: Number of steps by which forwards stay behind the newest version, as soon as there
             were that many since the last :meth:`restart`.
-
-    Attributes:
-        num_copies: Times that the parameters were copied.
+        recomputes: Whether a backward runs the layers again on the newest version, so that none is
+            kept. It only serves to study what stashing buys (PipeDream, section 3.3).
+        remembers: Whether the weights of a forward are copied then, for comparisons.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], max_age: int = 0) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        max_age: int = 0,
+        *,
+        recomputes: bool = False,
+        remembers: bool = False,
+    ) -> None:
         super().__init__()
-        self.num_copies = 0
+        self.recomputes, self._remembers = recomputes, remembers
         self._parameters = dict(parameters)
         self._max_age = max_age
         self._aging: deque[WeightVersion] = deque()
         self._num_bytes = version_bytes(self._parameters.values())
         self._current: WeightVersion | None = None
         self._stashed: list[WeightVersion] = []
-
-    @property
-    def num_live_versions(self) -> int:
-        """Versions whose memory is held, the newest included."""
-        return 1 + len(self._stashed)
 
     @property
     @override
@@ -168,12 +170,19 @@ class Stashed(WeightPolicy):
 
     @override
     def acquire(self) -> WeightVersion:
+        if self.recomputes:
+            aliases = self._aliases()
+            copied = aliases if self._remembers else {}
+            copies = {name: alias.detach().clone() for name, alias in copied.items()}
+            return WeightVersion(self.num_steps, aliases, copies=copies)
         version = self._aging[0] if self._aging else self._newest()
         version.num_users += 1
         return self._as_trained(version)
 
     @override
     def release(self, version: WeightVersion) -> None:
+        if self.recomputes:
+            return
         version = version.origin or version
         assert version.num_users > 0
         version.num_users -= 1
@@ -237,7 +246,6 @@ class Stashed(WeightPolicy):
             # One that was frozen lately may have a gradient of a batch before.
             if parameter.requires_grad or parameter.grad is not None:
                 parameter.data = parameter.data.clone()
-        self.num_copies += 1
 
     def _drop_if_unused(self, version: WeightVersion) -> None:
         is_needed = version.num_users > 0 or version in self._aging

@@ -77,7 +77,7 @@ def test_a_thawed_parameter_is_foreseen_and_copied() -> None:
     layer.bias.requires_grad_(False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     predict = partial(extrapolated, optimizer)
-    policy = choose_policy(layer, StageWeights(), predict, remembers=False)
+    policy = choose_policy(layer, StageWeights(), predict)
     policy.acquire()
     frozen = policy.acquire().aliases["bias"]
     assert frozen.data_ptr() == layer.bias.data_ptr(), "nobody writes to it"
