@@ -38,7 +38,7 @@ from lightning_dist.engine.comms.links import Links
 from lightning_dist.engine.pipeline.earlier_gradients import EarlierGradients
 from lightning_dist.engine.pipeline.gradients import AverageWeight, LossWeights
 from lightning_dist.engine.pipeline.microbatch import Microbatch, split
-from lightning_dist.engine.pipeline.runtime import Runtime, Work, explain_with
+from lightning_dist.engine.pipeline.runtime import Runtime, Work
 from lightning_dist.engine.pipeline.stage import Step
 from lightning_dist.engine.pipeline.stages import OwnStages, StageOptions
 from lightning_dist.engine.profiling.meters.recorder import Recorder
@@ -119,8 +119,6 @@ class Pipeline:
             self._loss_weights,
             microbatches_per_update=shape.num_microbatches if self.asynchronous else None,
             on_complete=self._complete_early,
-            # Built when an action has failed: all ranks' actions are many more than this one's.
-            explain=lambda action: explain_with(shape.build())(action),
         )
         self.batches_since_drain = 0
         self.num_batches = 0

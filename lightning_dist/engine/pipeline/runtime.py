@@ -6,7 +6,7 @@ in :mod:`.schedules.orders`, lowered in :mod:`.schedules.lowering` and cut into 
 ``REDUCE_GRAD`` right before it, belong to the optimizer's owner; the runtime stops there.
 
 When an action fails, the exception keeps its type and gets a note: which action, on which rank and
-stage, with which shapes, and where in the schedule.
+stage, with which shapes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from lightning_dist.engine.pipeline.stage import Stage, Step
 from lightning_dist.engine.pipeline.step_checks import compares_samples, warn_of_comparison
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
-from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.tensors.tree import flatten
 
@@ -77,7 +76,6 @@ class Runtime:
         loss_weights: Collects the weight of each micro-batch's loss.
         microbatches_per_update: Number of micro-batches whose gradients are applied together.
         on_complete: Called with an update whose gradients are complete before the update is due.
-        explain: Draws the schedule around an action, for errors.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class Runtime:
         *,
         microbatches_per_update: int | None,
         on_complete: Callable[[int], None],
-        explain: Callable[[Action], str],
     ) -> None:
         self._stages = stages
         self._links = links
@@ -97,7 +94,6 @@ class Runtime:
         self._loss_weights = loss_weights
         self._microbatches_per_update = microbatches_per_update
         self._on_complete = on_complete
-        self._explain = explain
         self._received: dict[Place, Any] = {}
         self._results: dict[Place, Any] = {}
         self._gradients_in: dict[Place, WeighedGradients] = {}
@@ -279,22 +275,7 @@ class Runtime:
         if index in self._stages[action.stage_index].in_flight:
             flight = self._stages[action.stage_index].in_flight[index]
             lines.append(f"  layer input: {_describe(flight.layer_input)}")
-        return "\n".join([*lines, self._explain(action)])
-
-
-def explain_with(schedule: Schedule) -> Callable[[Action], str]:
-    """Creates the function that draws a schedule around an action.
-
-    Args:
-        schedule: One flush of the schedule; a later minibatch is drawn at an equal one's place.
-    """
-
-    def explain(action: Action) -> str:
-        index = min(action.microbatch_index, schedule.num_microbatches - 1)
-        mark = action.shifted(index - action.microbatch_index)
-        return f"Schedule {schedule.name}, one row per rank:\n{schedule.format_grid(mark=mark)}"
-
-    return explain
+        return "\n".join(lines)
 
 
 def _describe(tree: Any) -> str:

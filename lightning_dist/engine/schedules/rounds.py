@@ -17,7 +17,6 @@ from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.lowering import lower
 from lightning_dist.engine.schedules.registry import PipelineShape, build_forward_schedule
-from lightning_dist.engine.schedules.update_rule import UpdateRule
 
 Round = tuple[Action, ...]
 _OF_UPDATES = (ActionKind.REDUCE_GRAD, ActionKind.STEP)
@@ -105,6 +104,12 @@ def _after_each_step(actions: Sequence[Action]) -> tuple[Round, ...]:
 class Rounds:
     """One rank's rounds of actions.
 
+    Attributes:
+        update_rule: The meaning of the schedule's update.
+        asynchronous: Whether batches overlap, so that gradients come later than their batch.
+        delay: Batches between a batch and its gradients on this rank.
+        lag: Number of batches by which the first rank may be ahead of the last rank's results.
+
     Raises:
         ValueError: The schedule does not fit the sizes.
     """
@@ -115,26 +120,9 @@ class Rounds:
         self._stream = self._stream_of(shape.num_microbatches)
         self._other: dict[int, Round] = {}
         self._forward: dict[int, Round] = {}
-
-    @property
-    def update_rule(self) -> UpdateRule:
-        """The meaning of the schedule's update."""
-        return self._schedules.update_rule
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether batches overlap, so that gradients come later than their batch."""
-        return self._stream.asynchronous
-
-    @property
-    def delay(self) -> int:
-        """Batches between a batch and its gradients on this rank."""
-        return self._stream.delay
-
-    @property
-    def lag(self) -> int:
-        """Number of batches by which the first rank may be ahead of the last rank's results."""
-        return self.update_rule.lag(self._shape.num_ranks, self._shape.num_microbatches)
+        self.update_rule = self._schedules.update_rule
+        self.asynchronous, self.delay = self._stream.asynchronous, self._stream.delay
+        self.lag = self.update_rule.lag(shape.num_ranks, shape.num_microbatches)
 
     def num_pieces(self, batch_size: int) -> int:
         """Returns the number of micro-batches into which a batch of some samples is cut."""
