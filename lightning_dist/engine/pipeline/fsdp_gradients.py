@@ -53,11 +53,7 @@ class StageBackwards:
 
     @contextmanager
     def backward(self, *, is_last: bool) -> Iterator[None]:
-        """Wraps a backward.
-
-        Args:
-            is_last: Whether this backward is the last of the round.
-        """
+        """Wraps a backward, which is the last of the round or is not."""
         self._announce(is_last=is_last)
         with self._context():
             yield
@@ -71,11 +67,7 @@ class StageBackwards:
             yield
 
     def end_parts(self, *, is_last: bool) -> None:
-        """Announces to FSDP2 the gradients that have been added to the gathered parameters.
-
-        Args:
-            is_last: Whether this backward is the last of the round.
-        """
+        """Announces to FSDP2 the gradients that have been added to the gathered parameters."""
         if isinstance(self._root, FSDPModule):
             self._announce(is_last=is_last)
             torch.autograd.backward(getattr(self._root, _EMPTY_FORWARD)())

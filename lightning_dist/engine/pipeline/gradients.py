@@ -29,12 +29,7 @@ from lightning_dist.engine.tensors.patch import has_gradient_hooks, with_hooks
 def have_shared_memory(
     gradients: Sequence[Tensor | None], others: Sequence[Tensor | None]
 ) -> list[bool]:
-    """Returns for each gradient whether it shares memory with another tensor.
-
-    Args:
-        gradients: Tensors to compare with each other, and with ``others``.
-        others: Tensors to compare the gradients with.
-    """
+    """Returns for each gradient whether it shares memory with another one, or with others."""
     users = Counter(_memory_of(tensor) for tensor in (*gradients, *others) if tensor is not None)
     return [g is not None and users[_memory_of(g)] > 1 for g in gradients]
 
@@ -68,11 +63,7 @@ class HeldGradients:
         self._held: dict[int, dict[str, Tensor]] = {}
 
     def begin_round(self, num_backwards: int) -> None:
-        """Prepares for a number of backwards after which the gradients are wanted.
-
-        Args:
-            num_backwards: Calls of :meth:`run` and of :meth:`adding` that will come.
-        """
+        """Prepares for some calls of :meth:`run` and :meth:`adding` before :meth:`end_round`."""
 
     def end_round(self) -> None:
         """Completes the held gradients."""
@@ -124,23 +115,20 @@ class HeldGradients:
         Returns:
             One gradient for each input.
         """
+        before = self._held_before(parameters, update)
         with (
             _in_leaves(inputs, [None] * len(inputs)) as of_inputs,
-            _in_leaves([*parameters.values()], self._held_before(parameters, update)) as found,
+            _in_leaves([*parameters.values()], before) as found,
         ):
             if outputs:
                 backward(outputs, gradients)
-        self._keep_new(parameters, found, [*gradients, *of_inputs], update)
+        self._keep(parameters, before, found, [*gradients, *of_inputs], update)
         return of_inputs
 
     def parting(
         self, parameters: Mapping[str, Tensor]
     ) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Returns the context manager for a backward's inputs' part; it yields the graph's leaves.
-
-        Args:
-            parameters: Leaves for the stage's trainable parameters, as for :meth:`run`.
-        """
+        """Wraps the inputs' part of a backward; yields the leaves of its graph."""
         return nullcontext(parameters)
 
     @contextmanager
@@ -150,51 +138,39 @@ class HeldGradients:
         """Wraps the weights' part of a backward, which adds to the leaves' ``grad``.
 
         Args:
-            parameters: Leaves for the stage's trainable parameters, as for :meth:`run`.
+            parameters: As for :meth:`run`.
             given: Gradients that the part begins with, whose memory other code may hold.
-            update: Index of the update that the gradients are for.
+            update: As for :meth:`run`.
         """
-        with _in_leaves([*parameters.values()], self._held_before(parameters, update)) as found:
+        before = self._held_before(parameters, update)
+        with _in_leaves([*parameters.values()], before) as found:
             yield
-        self._keep_new(parameters, found, given, update)
+        self._keep(parameters, before, found, given, update)
 
     def _held_before(self, parameters: Mapping[str, Tensor], update: int) -> list[Tensor | None]:
         if self._dtype is not None:  # autograd adds gradients of the leaf's own dtype only
             return [None] * len(parameters)
         return [self.held(update).get(name) for name in parameters]
 
-    def _keep_new(
+    def _keep(
         self,
         parameters: Mapping[str, Tensor],
+        before: Sequence[Tensor | None],
         found: Sequence[Tensor | None],
         others: Sequence[Tensor | None],
         update: int,
     ) -> None:
-        held_before = self._held_before(parameters, update)
-        new = [None if g is before else g for g, before in zip(found, held_before, strict=True)]
-        for name, before, sum_of_both in zip(parameters, held_before, new, strict=True):
-            if before is not None and sum_of_both is not None:
-                # autograd has not added in place: one gradient is sparse, the other is not
-                del self._held[update][name]
-        if any(gradient is not None for gradient in new):
-            self._hold(parameters, new, others, update)
-
-    def _hold(
-        self,
-        parameters: Mapping[str, Tensor],
-        gradients: Sequence[Tensor | None],
-        others: Sequence[Tensor | None],
-        update: int,
-    ) -> None:
+        new = [None if g is earlier else g for g, earlier in zip(found, before, strict=True)]
         held = self._held.setdefault(update, {})
         # Held gradients are added to and clipped in place, so they must share no memory.
-        are_shared = have_shared_memory(gradients, others)
-        rows = zip(parameters.items(), gradients, are_shared, strict=True)
-        for (name, parameter), gradient, is_shared in rows:
+        are_shared = have_shared_memory(new, others)
+        rows = zip(parameters.items(), before, new, are_shared, strict=True)
+        for (name, parameter), earlier, gradient, is_shared in rows:
             if gradient is None:
                 continue
             dtype = self._dtype or gradient.dtype
-            if name in held:
+            # The gradient is a new sum already where one of both is sparse, the other is not.
+            if name in held and earlier is None:
                 held[name].add_(gradient)
             elif is_shared or not _is_laid_out_as(parameter, gradient):
                 held[name] = torch.empty_like(parameter, dtype=dtype).copy_(gradient).detach()
@@ -234,8 +210,7 @@ class WeighedGradients:
 
     Attributes:
         gradients: One gradient for each received tensor that requires grad.
-        weight: Weight of the micro-batch's loss, a zero-dim float64 tensor; None if the samples
-            count.
+        weight: Weight of the micro-batch's loss, zero-dim and float64; None if the samples count.
     """
 
     gradients: list[Tensor | None]
@@ -261,12 +236,9 @@ class LossWeights:
         return self._is_given is True
 
     def note(self, update: int, index: int, weight: Tensor | float | None) -> None:
-        """Remembers the weight of a micro-batch; each stage of a rank may call it.
+        """Remembers the weight of a micro-batch's loss for an update; None if the samples count.
 
-        Args:
-            update: Index of the update that the micro-batch's gradients are for.
-            index: The micro-batch.
-            weight: Weight of the micro-batch's loss; None if the samples count.
+        Each stage of a rank may call it.
 
         Raises:
             ValueError: Other micro-batches have a weight and this one has none, or vice versa.
@@ -279,11 +251,7 @@ class LossWeights:
             self._by_update.setdefault(update, {})[index] = float(weight)
 
     def collect(self, update: int) -> None:
-        """Adds an update's weights to those that :meth:`divide` divides by.
-
-        Args:
-            update: Index of the update, for which no more weights come.
-        """
+        """Adds an update's weights to those that :meth:`divide` divides by; no more will come."""
         self._collected += self._by_update.pop(update, {}).values()
 
     @contextmanager
@@ -306,11 +274,7 @@ class LossWeights:
             parameter.grad.mul_(total)
 
     def divide(self, gradients: Iterable[Tensor]) -> None:
-        """Divides complete gradients by the sum of the weights, and begins to collect anew.
-
-        Args:
-            gradients: Gradients of the weighted sum, changed in place; zero if all weights are.
-        """
+        """Divides complete gradients in place by the sum of the weights, and collects anew."""
         own, self._collected = self._own_sum(), []
         total = self._average(own)
         if total:
@@ -352,10 +316,7 @@ class ReplicaWeights:
         self._have_none = False
 
     def average(self, weight: float | None) -> float | None:
-        """Averages a weight. Collective: every replica must call it for each update.
-
-        Args:
-            weight: Weight of this replica's share; None if the samples count.
+        """Averages the weights of the replicas' shares. Collective: for each update.
 
         Raises:
             ValueError: Some replicas have a weight and others have none.
