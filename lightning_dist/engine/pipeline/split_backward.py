@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -83,11 +83,7 @@ def _node_of(tensor: Tensor) -> Node:
 
 
 def nodes_beneath(outputs: Sequence[Tensor]) -> Collection[Node]:
-    """Returns all nodes that a backward reaches, those of the outputs included.
-
-    Args:
-        outputs: Roots; each requires grad.
-    """
+    """Returns all nodes that a backward of outputs reaches, their own included."""
     return _parents_of_all(map(_node_of, outputs)).keys()
 
 
@@ -142,18 +138,15 @@ class SplitBackward:
         return [*self._gradients, *arrived, *(gradient for _, gradient in found)]
 
     def run_inputs(self) -> list[Tensor | None]:
-        """Runs the first part, down to the inputs.
-
-        Returns:
-            One gradient for each input.
-        """
+        """Runs the first part; returns one gradient for each input."""
         if not self._inputs or not self._outputs:
             return [None] * len(self._inputs)
         graph = _BackwardGraph(self._outputs, self._inputs)
         self._branches = graph.branches(self._parameters)
         joints = [n for branch in self._branches for n in branch.beginnings if n in graph.chain]
         results: dict[Node, Arrived] = {}
-        with _noted_results([node for node in joints if _is_compiled(node)], results):
+        compiled = [node for node in joints if _is_compiled(node)]
+        with _hooked(n.register_hook(partial(_note_computed, results, n)) for n in compiled):
             found = self._run_chain(graph, joints)
         self._end_compiled(graph, results)
         kept = {node for branch in self._branches for node in branch.beginnings}
@@ -167,7 +160,8 @@ class SplitBackward:
     def run_weights(self) -> None:
         """Runs the second part, or all if there are no inputs; adds to the parameters' ``grad``."""
         if not self._inputs:
-            self._run_whole()
+            if self._outputs and self._parameters:
+                torch.autograd.backward(self._outputs, self._gradients, inputs=self._parameters)
             return
         # A branch with several joints runs the chain between them, whose buffers the other
         # branches still need: such branches come first, and free nothing.
@@ -203,7 +197,7 @@ class SplitBackward:
                 self._beside.append((get_gradient_edge(output), gradient))
         if not outputs:
             return [None] * len(self._inputs)
-        with _noted(joints, self._arrived):
+        with _hooked(n.register_prehook(partial(self._arrived.__setitem__, n)) for n in joints):
             return list(
                 torch.autograd.grad(
                     outputs, self._inputs, gradients, retain_graph=True, allow_unused=True
@@ -222,7 +216,8 @@ class SplitBackward:
         roots += [(e, gradient) for e, gradient in self._beside if e.node in branch.beginnings]
         if not roots:
             return
-        with _replaced(arrived):
+        # What arrives at these nodes again is replaced with the gradients of the first part.
+        with _hooked(n.register_prehook(partial(_replaced, g)) for n, g in arrived.items()):
             torch.autograd.backward(
                 [edge for edge, _ in roots],
                 [gradient for _, gradient in roots],
@@ -230,52 +225,28 @@ class SplitBackward:
                 inputs=[self._parameters[i] for i in branch.parameters],
             )
 
-    def _run_whole(self) -> None:
-        if self._outputs and self._parameters:
-            torch.autograd.backward(self._outputs, self._gradients, inputs=self._parameters)
-
 
 def _is_compiled(node: Node) -> bool:
     # torch has no public name for it.
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
-def _noted(nodes: Sequence[Node], arrived: dict[Node, Arrived]) -> AbstractContextManager[None]:
-    """Records the gradients that arrive at nodes."""
-
-    def note(node: Node, gradients: Arrived) -> None:
-        arrived[node] = gradients
-
-    return _hooked([node.register_prehook(partial(note, node)) for node in nodes])
+def _note_computed(results: dict[Node, Arrived], node: Node, computed: Arrived, _: Arrived) -> None:
+    results[node] = computed
 
 
-def _noted_results(
-    nodes: Sequence[Node], results: dict[Node, Arrived]
-) -> AbstractContextManager[None]:
-    """Records the gradients that nodes compute."""
-
-    def note(node: Node, computed: Arrived, _: Arrived) -> None:
-        results[node] = computed
-
-    return _hooked([node.register_hook(partial(note, node)) for node in nodes])
-
-
-def _replaced(arrived: Mapping[Node, Arrived]) -> AbstractContextManager[None]:
-    """Replaces the gradients that arrive at nodes again with those of the first part."""
-
-    def replace(gradients: Arrived, _: Arrived) -> Arrived:
-        return gradients
-
-    return _hooked([node.register_prehook(partial(replace, g)) for node, g in arrived.items()])
+def _replaced(known: Arrived, _: Arrived) -> Arrived:
+    return known
 
 
 @contextmanager
-def _hooked(handles: Sequence[RemovableHandle]) -> Iterator[None]:
-    """Removes hooks at its end."""
+def _hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Registers hooks, and removes them at its end."""
+    registered = list(handles)
     try:
         yield
     finally:
-        for handle in handles:
+        for handle in registered:
             handle.remove()
 
 

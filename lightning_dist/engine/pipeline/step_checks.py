@@ -133,12 +133,7 @@ def _two_groups(num_rows: int, num_samples: int) -> tuple[list[int], list[int]]:
 
 
 def warn_of_comparison(step: str, num_samples: int) -> None:
-    """Warns of a loss that compares samples, where batches are cut.
-
-    Args:
-        step: The step that takes the batches.
-        num_samples: Samples of a micro-batch.
-    """
+    """Warns of a step whose loss compares samples, with so many in a micro-batch."""
     warnings.warn(
         "The gradient of a sample depends on the other samples of its batch: the loss compares"
         " samples, normalises over them, or is no mean (a root of one, say). Batches for"
@@ -226,12 +221,7 @@ class ModuleCalls:
         self._num_left -= 1
 
     def note(self, index: int, call: Any) -> None:
-        """Notes a call.
-
-        Args:
-            index: The micro-batch.
-            call: The arguments, a tree of tensors.
-        """
+        """Notes the arguments of a micro-batch's call, a tree of tensors."""
         if self._now is not None:
             notes = [_note_of(tensor) for tensor in flatten(call)[0]]
             self._now.setdefault(index, []).append(notes)
