@@ -154,11 +154,7 @@ class Pipeline:
         return self.num_batches - self.batches_since_drain + self.due_update
 
     def microbatch_sizes_of(self, batch: Any) -> tuple[int, ...]:
-        """Counts the samples of each micro-batch of a training batch.
-
-        Args:
-            batch: A batch as for :meth:`train_batch`.
-        """
+        """Counts the samples of each micro-batch of a batch as for :meth:`train_batch`."""
         return tuple(microbatch.num_samples for microbatch in self._split(batch))
 
     def _split(self, batch: Any) -> list[Microbatch]:

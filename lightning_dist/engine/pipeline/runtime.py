@@ -34,6 +34,9 @@ Place = tuple[int, int]
 _MOST_STAGES = 1 << 20
 
 
+Handler = Callable[[Place, "Work | None"], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """One batch for the runtime.
@@ -104,21 +107,18 @@ class Runtime:
         # Of the gradients that a stage will send, and receive, for a micro-batch in flight.
         self._keys_out: dict[Place, Hashable] = {}
         self._keys_in: dict[Place, Hashable] = {}
-        self._handlers: dict[ActionKind, Callable[[Place, Work | None], None]] = {
-            ActionKind.RECV_F: self._receive_activation,
-            ActionKind.FORWARD: self._forward,
-            ActionKind.SEND_F: self._send_activation,
-            ActionKind.RECV_B: self._receive_gradient,
-            ActionKind.BACKWARD: self._backward,
-            ActionKind.BACKWARD_INPUT: self._backward_input,
-            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
-            ActionKind.SEND_B: self._send_gradient,
-            ActionKind.REDUCE_GRAD: self._complete,
+        compute, wait, communication = SpanKind.COMPUTE, SpanKind.WAIT, SpanKind.COMMUNICATION
+        self._handlers: dict[ActionKind, tuple[Handler, SpanKind]] = {
+            ActionKind.RECV_F: (self._receive_activation, wait),
+            ActionKind.FORWARD: (self._forward, compute),
+            ActionKind.SEND_F: (self._send_activation, communication),
+            ActionKind.RECV_B: (self._receive_gradient, wait),
+            ActionKind.BACKWARD: (self._backward, compute),
+            ActionKind.BACKWARD_INPUT: (self._backward_input, compute),
+            ActionKind.BACKWARD_WEIGHT: (self._backward_weight, compute),
+            ActionKind.SEND_B: (self._send_gradient, communication),
+            ActionKind.REDUCE_GRAD: (self._complete, communication),
         }
-        self._span_kinds = {
-            kind: SpanKind.COMPUTE if kind.is_compute else SpanKind.COMMUNICATION
-            for kind in self._handlers
-        } | {ActionKind.RECV_F: SpanKind.WAIT, ActionKind.RECV_B: SpanKind.WAIT}
 
     def run(self, actions: Iterable[Action], work: Work | None = None) -> list[Any]:
         """Runs actions in order.
@@ -134,13 +134,14 @@ class Runtime:
         self._first.clear()
         for action in actions:
             place = (action.stage_index, action.microbatch_index)
+            handle, span_kind = self._handlers[action.kind]
             start = self._recorder.mark()
             try:
-                self._handlers[action.kind](place, work)
+                handle(place, work)
             except BaseException as error:
                 error.add_note(self._describe_failure(action, work))
                 raise
-            self._recorder.record(self._span_kinds[action.kind], action, start)
+            self._recorder.record(span_kind, action, start)
         results, self._results = self._results, {}
         own = {i: result for (s, i), result in results.items() if self._stages[s].is_last}
         return [own[index] for index in sorted(own)]
@@ -194,13 +195,7 @@ class Runtime:
             self._keys_in[place] = self._note_activation(stage, activation)
 
     def _activation_key(self, before: int, index: int, work: Work) -> Hashable:
-        """Returns what both ends know of an activation; nothing of the first one of a batch.
-
-        Args:
-            before: The stage before the boundary.
-            index: The micro-batch.
-            work: Its batch.
-        """
+        """Returns what both ends know of an activation; nothing of the first one of a batch."""
         key = work.key(index)
         if key is None or not torch.is_grad_enabled():
             return key

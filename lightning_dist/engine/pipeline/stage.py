@@ -4,9 +4,6 @@ The user's step function runs on each stage. :class:`ForwardInterceptor` replace
 pipelined module. The first stage runs its layers on the step's input. Each later stage runs its
 layers on the previous stage's output instead. All but the last then leave the step by an exception;
 on the last the module returns, and the user's code goes on to its loss.
-
-A :class:`.WeightPolicy` decides which weights a forward and its backward see.
-:class:`.HeldGradients` hold the gradients.
 """
 
 from __future__ import annotations
@@ -144,7 +141,7 @@ class Stage:
         layers: Runs the stage's layers.
         interceptor: Runs the layers in the user's step.
         found: The layers of all stages.
-        policy: Decides which weights a micro-batch sees.
+        policy: Decides which weights a forward and its backward see.
         gradients: Runs the backwards and holds their gradients.
         meter: Releases the weights, and measures their staleness.
         calls: Notes the calls of the pipelined module.
@@ -189,11 +186,7 @@ class Stage:
         self._trained_in_flight: set[str] = set()
 
     def begin_batch(self, *, overlaps: bool) -> None:
-        """Prepares for a training batch.
-
-        Args:
-            overlaps: Whether earlier batches may be in flight.
-        """
+        """Prepares for a training batch, which may overlap earlier ones."""
         if overlaps:
             self._trained_in_flight |= self.named_parameters().keys()
         else:
@@ -205,11 +198,7 @@ class Stage:
         self._trained_in_flight.clear()
 
     def begin_round(self, num_backwards: int) -> None:
-        """Prepares for a number of backwards after which the gradients are wanted.
-
-        Args:
-            num_backwards: Number of whole backwards and of weights' parts.
-        """
+        """Prepares for a number of backwards, or weights' parts, until gradients are wanted."""
         self._trained = None
         self.gradients.begin_round(num_backwards)
 
@@ -269,7 +258,7 @@ class Stage:
         return result
 
     def set_loss(self, index: int, loss: Tensor, scale: float) -> list[Tensor | None]:
-        """Sets the root of the last stage's graph; returns the roots' gradients.
+        """Sets the root of a micro-batch's graph on the last stage; returns the roots' gradients.
 
         Args:
             index: The micro-batch.
@@ -306,12 +295,7 @@ class Stage:
         return results
 
     def backward_input(self, index: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Runs the part of a :meth:`backward` that the stage before waits for.
-
-        Args:
-            index: The micro-batch.
-            gradients: As for :meth:`backward`, like the return value.
-        """
+        """Runs the part of a :meth:`backward` that the stage before waits for."""
         flight = self.in_flight[index]
         assert flight.weights.index == self.policy.num_steps, "only synchronous schedules do that"
         outputs, gradients = self._roots(flight, flight.weights, gradients)
@@ -321,12 +305,7 @@ class Stage:
             return self._swapped.run(flight.weights, split.run_inputs)
 
     def backward_weight(self, index: int, update: int = 0) -> None:
-        """Runs the rest of a backward after :meth:`backward_input`, and holds the gradients.
-
-        Args:
-            index: The micro-batch.
-            update: As for :meth:`backward`.
-        """
+        """Runs the rest of a backward after :meth:`backward_input`, and holds the gradients."""
         flight = self.in_flight.pop(index)
         split = self._split_backwards.pop(index)
         with self.gradients.adding(self._trainable(flight.weights), split.given, update):
@@ -334,11 +313,7 @@ class Stage:
         self.meter.end_backward(flight.weights, update)
 
     def begin_update(self, update: int) -> None:
-        """Stashes the weights, and reports an update's staleness.
-
-        Args:
-            update: Index of the update; the optimizer's writes must come next.
-        """
+        """Stashes the weights, and reports an update's staleness; the optimizer must write next."""
         staleness, discrepancy = self.meter.measure(
             update, self.policy.num_steps, self.named_parameters
         )

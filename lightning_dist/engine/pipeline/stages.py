@@ -20,7 +20,7 @@ from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.stage import ForwardInterceptor, Stage
 from lightning_dist.engine.pipeline.step_checks import ModuleCalls
 from lightning_dist.engine.profiling.meters.recorder import Recorder
-from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.stash_depth import num_copies
 from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.splitting.cut import layers_of, stage_of_layers
@@ -154,11 +154,7 @@ class OwnStages(Mapping[int, Stage]):
         return {parameter for name, parameter in named if name in names}
 
     def layer_profiler(self, recorder: Recorder) -> LayerProfiler:
-        """Creates the profiler that times the layers while they train.
-
-        Args:
-            recorder: Recorder of the rank that runs the layers.
-        """
+        """Creates the profiler that times the layers while they train, by the rank's recorder."""
         stages = stage_of_layers(self.shape.layers_per_stage)
         parts = self.found.parts()
         own = [part for part in parts if stages[part.layer_index] in self]
@@ -177,11 +173,7 @@ class OwnStages(Mapping[int, Stage]):
         self._attach()
 
     def repartition(self, layers_per_stage: tuple[int, ...]) -> None:
-        """Sets another partition, while the stages are detached.
-
-        Args:
-            layers_per_stage: Partition by which the module is cut now.
-        """
+        """Sets the partition by which the module is cut now, while the stages are detached."""
         assert self._interceptor is None
         self.shape = replace(self.shape, layers_per_stage=layers_per_stage)
 
@@ -229,20 +221,22 @@ class OwnStages(Mapping[int, Stage]):
         shape, options = self.shape, self.options
         own = layers_of(self.found, shape.layers_per_stage, number)
         layers = own if options.layers is None else options.layers(number)
-        _check_names(number, own, layers)
+        names = {name for name, _ in own.named_parameters()}
+        others = {name for name, _ in layers.named_parameters()} - names
+        assert not others, f"weights and gradients are found by their names, not by {others}"
         gradients = options.gradients(number)
-        rule = find_schedules(shape.schedule).update_rule
+        rule = shape.family.update_rule
         sizes = (shape.num_ranks, shape.num_microbatches)
+        measures = options.measure_discrepancy
         policy = choose_policy(
             own,
             rule.weights(options.weight_versions, shape.rank, *sizes),
             options.predict,
             options.half,
-            remembers=options.measure_discrepancy,
+            remembers=measures,
             microbatches_per_update=shape.num_microbatches,
             hides_hooks=not gradients.runs_hooks,
         )
-        measures = options.measure_discrepancy
         return Stage(
             stage_index=number,
             num_stages=shape.num_stages,
@@ -255,23 +249,6 @@ class OwnStages(Mapping[int, Stage]):
             gradients=gradients,
             meter=StalenessMeter(policy.release, history, measures_discrepancy=measures),
             calls=self.calls,
-        )
-
-
-def _check_names(number: int, own: nn.Module, layers: nn.Module) -> None:
-    """Checks that weights and gradients of a stage are found by their names.
-
-    Raises:
-        ValueError: A module that runs the layers names a parameter otherwise.
-    """
-    names = {name for name, _ in own.named_parameters()}
-    others = sorted(name for name, _ in layers.named_parameters() if name not in names)
-    if others:
-        raise ValueError(
-            f"`layers` returned for stage {number} a module with a parameter {others[0]!r}, which"
-            f" the stage does not have; its own are {sorted(names)[:3]} and so on. Return a module"
-            " whose parameters have the names that they have in the pipelined module. A compiled"
-            " module keeps them with `module.compile()` instead of `torch.compile(module)`."
         )
 
 
