@@ -1,7 +1,7 @@
 """The interpreter: runs each action of a rank's schedule.
 
 There is no loop for 1F1B here, nor for any other schedule. The order of the work is data, created
-in :mod:`.schedules.orders`, lowered in :mod:`.schedules.lowering` and cut into rounds in
+in :mod:`.schedules.orders`, completed by :func:`.lower` and cut into rounds in
 :mod:`.schedules.rounds`. What is left is one method for each kind of action. ``STEP``, and a
 ``REDUCE_GRAD`` right before it, belong to the optimizer's owner; the runtime stops there.
 

@@ -223,7 +223,12 @@ class OwnStages(Mapping[int, Stage]):
         layers = own if options.layers is None else options.layers(number)
         names = {name for name, _ in own.named_parameters()}
         others = {name for name, _ in layers.named_parameters()} - names
-        assert not others, f"weights and gradients are found by their names, not by {others}"
+        if others:  # weights and gradients are found by their names
+            raise ValueError(
+                f"`layers` returned for stage {number} a module with a parameter {min(others)!r},"
+                " which the stage does not have. Compile it with `module.compile()`, which keeps"
+                " names, or give parameters those of the pipelined module."
+            )
         gradients = options.gradients(number)
         rule = shape.family.update_rule
         sizes = (shape.num_ranks, shape.num_microbatches)

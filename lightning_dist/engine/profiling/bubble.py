@@ -12,8 +12,8 @@ from statistics import median
 
 from lightning_dist.engine.profiling.record import RankRecord
 from lightning_dist.engine.schedules.actions import ActionKind
-from lightning_dist.engine.schedules.lowering import lower
 from lightning_dist.engine.schedules.registry import PipelineShape
+from lightning_dist.engine.schedules.schedule import lower
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 

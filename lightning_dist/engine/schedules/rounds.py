@@ -15,8 +15,8 @@ from itertools import takewhile
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.family import ScheduleFamily
-from lightning_dist.engine.schedules.lowering import lower
 from lightning_dist.engine.schedules.registry import PipelineShape, build_forward_schedule
+from lightning_dist.engine.schedules.schedule import lower
 
 Round = tuple[Action, ...]
 _OF_UPDATES = (ActionKind.REDUCE_GRAD, ActionKind.STEP)

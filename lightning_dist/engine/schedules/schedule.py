@@ -2,13 +2,14 @@
 
 Whether a schedule is valid can be decided without running it. :class:`Execution` plays the actions
 by their dependencies, as far as possible. Validation asks whether all actions were possible, and
-the simulator asks when. So a schedule is valid exactly if it can be simulated.
+the simulator asks when. So a schedule is valid exactly if it can be simulated. :func:`lower` adds
+communication and updates to compute actions.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
@@ -179,6 +180,41 @@ class Schedule:
                 rows[rank][start] = action
             end[action] = free[rank] = start + length
         return rows
+
+
+def lower(schedule: Schedule) -> Schedule:
+    """Completes a schedule of compute actions.
+
+    Orders of work have compute actions only. What follows from these is added here, once for all
+    schedules: a receive before an action that needs another stage's data, a send after it, and
+    reductions and updates, if there are backwards.
+    """
+    last = schedule.num_stages - 1
+    rule, sizes = schedule.update_rule, (len(schedule.ranks), schedule.microbatches_per_update)
+    trains = any(a.kind.ends_backward for actions in schedule.ranks for a in actions)
+
+    def with_communication(actions: Iterable[Action]) -> Iterator[Action]:
+        for action in actions:
+            stage, index = action.stage_index, action.microbatch_index
+            if action.kind is F:
+                ends = (ActionKind.RECV_F, stage > 0, ActionKind.SEND_F, stage < last)
+            elif action.kind in (B, I):
+                ends = (ActionKind.RECV_B, stage < last, ActionKind.SEND_B, stage > 0)
+            else:
+                yield action
+                continue
+            receive, has_source, send, has_target = ends
+            if has_source:
+                yield Action(stage, receive, index)
+            yield action
+            if has_target:
+                yield Action(stage, send, index)
+
+    ranks = tuple(
+        tuple(with_communication(rule.add_updates(own, rank, *sizes) if trains else own))
+        for rank, own in enumerate(schedule.ranks)
+    )
+    return replace(schedule, ranks=ranks)
 
 
 class Execution:

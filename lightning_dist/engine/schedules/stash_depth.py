@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
-from lightning_dist.engine.schedules.lowering import add_updates
 from lightning_dist.engine.schedules.registry import PipelineShape
+from lightning_dist.engine.schedules.schedule import lower
 from lightning_dist.engine.schedules.update_rule import BackwardWeights, WeightVersions
 
 
@@ -49,7 +49,7 @@ def num_copies(
     if any(weights.of_backward is not BackwardWeights.STASHED for weights in used):
         return (0,) * shape.num_stages
     num_batches = rule.lag(num_ranks, size) + rule.steady_batches(shape.num_stages, size)
-    schedule = add_updates(shape.build(num_batches))
+    schedule = lower(shape.build(num_batches))
 
     def of_stage(stage: int) -> int:
         actions = [a for a in schedule.ranks[homes[stage]] if a.stage_index == stage]

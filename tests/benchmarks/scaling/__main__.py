@@ -22,9 +22,9 @@ from lightning_dist.engine.planning.balance import step_seconds
 from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
 from lightning_dist.engine.planning.partition import partition_layers
 from lightning_dist.engine.profiling.bubble import predicted_timeline
-from lightning_dist.engine.schedules.lowering import lower
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.rounds import Rounds
+from lightning_dist.engine.schedules.schedule import lower
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.stash_depth import num_copies
 from tests.benchmarks.scaling import paper

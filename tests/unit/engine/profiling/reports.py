@@ -17,8 +17,8 @@ from lightning_dist.engine.profiling.record import (
     StepCount,
 )
 from lightning_dist.engine.profiling.report import ProfileReport
-from lightning_dist.engine.schedules.lowering import lower
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
+from lightning_dist.engine.schedules.schedule import lower
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.timeline import Span
 

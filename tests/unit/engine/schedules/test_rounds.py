@@ -12,7 +12,6 @@ from torch import nn
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.family import RankStages, ScheduleFamily
-from lightning_dist.engine.schedules.lowering import lower
 from lightning_dist.engine.schedules.registry import (
     SCHEDULE_NAMES,
     PipelineShape,
@@ -20,6 +19,7 @@ from lightning_dist.engine.schedules.registry import (
     find_schedules,
 )
 from lightning_dist.engine.schedules.rounds import Rounds, Stream
+from lightning_dist.engine.schedules.schedule import lower
 from tests.helpers.processes.threads import run_ranks, shapes_of
 
 WEIGHT, SEND = ActionKind.BACKWARD_WEIGHT, ActionKind.SEND_B

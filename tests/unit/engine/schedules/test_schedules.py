@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
-from lightning_dist.engine.schedules.lowering import add_communication, lower
 from lightning_dist.engine.schedules.registry import (
     SCHEDULE_NAMES,
     ScheduleFamily,
@@ -19,7 +18,7 @@ from lightning_dist.engine.schedules.registry import (
     find_schedules,
 )
 from lightning_dist.engine.schedules.rounds import Stream
-from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError
+from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError, lower
 from lightning_dist.engine.schedules.simulator import StageCosts, makespan_seconds, simulate
 
 stages = st.integers(1, 8)
@@ -63,7 +62,6 @@ def test_the_short_name_of_an_action() -> None:
 @quick
 def test_schedules_are_valid_before_and_after_lowering(schedule: Schedule) -> None:
     schedule.validate()
-    add_communication(schedule).validate()
     lowered = [action for rank in lower(schedule).validate().ranks for action in rank]
     handed_over = 2 * (schedule.num_stages - 1) * schedule.num_microbatches
     assert sum(a.kind.is_send for a in lowered) == handed_over
@@ -96,7 +94,7 @@ def test_synchronous_bubbles_are_the_closed_form(
     )
     assume(schedule.name not in LOOPED or m % n == 0)
     costs = StageCosts.uniform(n * v, forward, backward)
-    for version in (schedule, add_communication(schedule), lower(schedule)):
+    for version in (schedule, lower(schedule)):
         timeline = simulate(version, costs)
         assert timeline.bubble_fraction == pytest.approx((n - 1) / (v * m + n - 1), abs=1e-12)
 

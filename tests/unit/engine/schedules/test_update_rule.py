@@ -15,9 +15,9 @@ from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.asynchronous import DoubleBufferedUpdate, PerBackwardUpdate
 from lightning_dist.engine.schedules.family import ScheduleFamily
-from lightning_dist.engine.schedules.lowering import lower
 from lightning_dist.engine.schedules.registry import FAMILIES, PipelineShape
 from lightning_dist.engine.schedules.rounds import Stream
+from lightning_dist.engine.schedules.schedule import lower
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.stash_depth import num_copies
 from lightning_dist.engine.schedules.update_rule import (
