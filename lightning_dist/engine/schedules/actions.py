@@ -33,12 +33,7 @@ class ActionKind(StrEnum):
     @property
     def is_compute(self) -> bool:
         """Whether such an action runs the stage's layers."""
-        return self in (
-            ActionKind.FORWARD,
-            ActionKind.BACKWARD,
-            ActionKind.BACKWARD_INPUT,
-            ActionKind.BACKWARD_WEIGHT,
-        )
+        return self.value in ("F", "B", "I", "W")
 
     @property
     def ends_backward(self) -> bool:

@@ -2,48 +2,19 @@
 
 A new synchronous schedule is an order and a family, both in this file.
 
-With one stage per rank; four micro-batches on three ranks, a column per unit of time (``F`` and
-``B`` equally long here):
+docs/schedules.md draws each of them.
 
-.. code-block:: text
-
-    gpipe      F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3     all forwards, then all backwards
-               .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
-               .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
-
-    1f1b       F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3     fewer in flight, the same bubble
-               .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
-               .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
-
-With several stages per rank, a rank that waits for one stage works for another, and the bubble
-shrinks by as much. Four micro-batches on two ranks with two stages each:
-
-.. code-block:: text
-
-    interleaved  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
-    1f1b          .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3  .
-
-    looped       0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3  .   .  2B3 2B2 2B1 2B0 0B3 0B2 0B1 0B0
-    bfs           .  1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B3 3B2 3B1 3B0 1B3 1B2 1B1 1B0  .
-
-GPipe: Huang et al. 2019, section 2. 1F1B: Narayanan et al. 2021 (Megatron-LM), section 2.2.1, after
-PipeDream: Narayanan et al. 2019, section 3.2. Interleaved: Narayanan et al. 2021, section 2.2.2. If
-the micro-batches are no multiple of the ranks, a round is larger than that, as in torch. Breadth
-first: Lamy-Poirier 2023, section 3.1.
-
-Zero-bubble orders split a backward in two. The stage before waits for the gradients of a stage's
-inputs (``I``). Those of its weights (``W``) are for the optimizer only, and fill the bubble. Three
-ranks, five micro-batches, all actions equally long:
-
-.. code-block:: text
-
-    zb_h1   F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
-            .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
-            .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
-
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism": ZB-H1 is section 2.2 (no more in flight than
-1F1B), ZB-V section 6 (the same memory, two stages per rank, and with equal times no bubble within a
-rank's span).
+- GPipe: Huang et al. 2019, section 2.
+- 1F1B: Narayanan et al. 2021 (Megatron-LM), section 2.2.1, after PipeDream: Narayanan et al. 2019,
+  section 3.2.
+- Interleaved: Narayanan et al. 2021, section 2.2.2. A rank that waits for one stage works for
+  another, and the bubble shrinks by as much. If the micro-batches are no multiple of the ranks, a
+  round is larger than that, as in torch.
+- Breadth first: Lamy-Poirier 2023, section 3.1.
+- Zero-bubble orders split a backward in two. The stage before waits for the gradients of a stage's
+  inputs (``I``). Those of its weights (``W``) are for the optimizer only, and fill the bubble.
+  Qi et al. 2023: ZB-H1 is section 2.2 (no more in flight than 1F1B), ZB-V section 6 (the same
+  memory, two stages per rank, and with equal times no bubble within a rank's span).
 """
 
 from __future__ import annotations

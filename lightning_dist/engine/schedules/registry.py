@@ -38,10 +38,7 @@ SCHEDULE_NAMES = tuple(FAMILIES)
 
 
 def find_schedules(name: str) -> ScheduleFamily:
-    """Returns the kind of schedule of a name.
-
-    Args:
-        name: One of :data:`SCHEDULE_NAMES`, or ``"file:"`` and the path of a CSV file.
+    """Returns the kind of schedule of a name, or of ``"file:"`` and the path of a CSV file.
 
     Raises:
         ValueError: There is no schedule of that name, or the file cannot be read or executed.
@@ -150,11 +147,7 @@ class PipelineShape:
         return stages_of_rank(self.rank_of_stage, self.rank)
 
     def build(self, num_batches: int | None = None) -> Schedule:
-        """Builds the schedule of compute actions.
-
-        Args:
-            num_batches: Number of batches; None takes as many as until the rounds repeat.
-        """
+        """Builds the schedule of compute actions; None batches take as many as until it repeats."""
         if num_batches is None:
             rule = self.family.update_rule
             num_batches = rule.steady_batches(self.num_stages, self.num_microbatches)

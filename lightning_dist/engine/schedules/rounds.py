@@ -10,8 +10,8 @@ them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import takewhile
+from collections.abc import Callable
+from itertools import pairwise, takewhile
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.family import ScheduleFamily
@@ -87,18 +87,18 @@ class Stream:
         return tuple(shifted(action) for action in actions)
 
 
-def _before_each_batch(actions: Sequence[Action], num_microbatches: int) -> tuple[Round, ...]:
+def _before_each_batch(actions: Round, num_microbatches: int) -> tuple[Round, ...]:
     starts = [
         place - (place > 0 and actions[place - 1].kind is ActionKind.RECV_F)
         for place, action in enumerate(actions)
         if action.kind is ActionKind.FORWARD and action.microbatch_index % num_microbatches == 0
     ]
-    return tuple(tuple(actions[start:end]) for start, end in zip(starts, starts[1:], strict=False))
+    return tuple(actions[start:end] for start, end in pairwise(starts))
 
 
-def _after_each_step(actions: Sequence[Action]) -> tuple[Round, ...]:
+def _after_each_step(actions: Round) -> tuple[Round, ...]:
     ends = [place + 1 for place, a in enumerate(actions) if a.kind is ActionKind.STEP]
-    return tuple(tuple(actions[start:end]) for start, end in zip([0, *ends], ends, strict=False))
+    return tuple(actions[start:end] for start, end in pairwise([0, *ends]))
 
 
 class Rounds:
@@ -132,12 +132,9 @@ class Rounds:
         return self._schedules.microbatches_of(self._shape.num_ranks, batch_size, count)
 
     def training(self, batch_index: int, num_microbatches: int) -> Round:
-        """Returns the round of a training batch.
+        """Returns the round of a training batch, counted since the last drain.
 
-        Args:
-            batch_index: Index of the batch, counted since the last drain.
-            num_microbatches: Number of the batch's micro-batches; it may differ from the shape's
-                only under a synchronous schedule.
+        The number of micro-batches may differ from the shape's under a synchronous schedule only.
         """
         if num_microbatches == self._shape.num_microbatches:
             return self._stream.round(batch_index)
@@ -173,13 +170,9 @@ class Rounds:
         )
         return actions[: end - rest], actions[end - rest : end], actions[end:]
 
-    def _stream_of(self, num_microbatches: int) -> Stream:
-        return Stream(
-            self._schedules,
-            self._shape.rank_of_stage,
-            num_microbatches=num_microbatches,
-            rank=self._shape.rank,
-        )
+    def _stream_of(self, count: int) -> Stream:
+        homes, rank = self._shape.rank_of_stage, self._shape.rank
+        return Stream(self._schedules, homes, num_microbatches=count, rank=rank)
 
 
 def _num_at_the_end(actions: Round, condition: Callable[[Action], bool]) -> int:

@@ -100,21 +100,18 @@ class Schedule:
         rank_of_stage: dict[int, int] = {}
         for rank, actions in enumerate(self.ranks):
             for action in actions:
-                if not 0 <= action.stage_index < self.num_stages:
+                stage, index = action.stage_index, action.microbatch_index
+                if not (0 <= stage < self.num_stages and 0 <= index < self.num_microbatches):
                     raise ScheduleError(
                         f"Action {action} on rank {rank} is impossible: the schedule {self.name!r}"
-                        f" has stages 0 to {self.num_stages - 1}."
+                        f" has stages 0 to {self.num_stages - 1} and micro-batches 0 to"
+                        f" {self.num_microbatches - 1}."
                     )
-                if not 0 <= action.microbatch_index < self.num_microbatches:
-                    raise ScheduleError(
-                        f"Action {action} on rank {rank} is impossible: the schedule {self.name!r}"
-                        f" has micro-batches 0 to {self.num_microbatches - 1}."
-                    )
-                home = rank_of_stage.setdefault(action.stage_index, rank)
+                home = rank_of_stage.setdefault(stage, rank)
                 if home != rank:
                     raise ScheduleError(
-                        f"Action {action} is on rank {rank}, but other actions of stage"
-                        f" {action.stage_index} are on rank {home}. A stage lives on one rank."
+                        f"Action {action} is on rank {rank}, but other actions of stage {stage} are"
+                        f" on rank {home}. A stage lives on one rank."
                     )
 
     def _check_counts(self) -> None:

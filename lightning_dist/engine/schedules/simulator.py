@@ -84,8 +84,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     if not len(costs.forward_seconds) == len(costs.backward_seconds) == schedule.num_stages:
         raise ValueError(
             f"The costs are of {len(costs.forward_seconds)} forwards and"
-            f" {len(costs.backward_seconds)} backwards, but the schedule has"
-            f" {schedule.num_stages} stages."
+            f" {len(costs.backward_seconds)} backwards, but of {schedule.num_stages} stages."
         )
     end: dict[Action, float] = {}
     free = [0.0] * len(schedule.ranks)
@@ -100,11 +99,8 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     for rank, action, needed in execution.run():
         begin = free[rank]
         ready = max((arrival(other, action) for other in needed), default=0.0)
-        if action.kind.is_receive:
-            start, finish = begin, max(begin, ready)
-        else:
-            start = max(begin, ready)
-            finish = start + costs.duration_seconds(action)
+        start = begin if action.kind.is_receive else max(begin, ready)
+        finish = max(begin, ready) + costs.duration_seconds(action)
         end[action] = free[rank] = finish
         if finish > start:
             spans.append(Span(rank, _span_kind(action), action, start, finish))

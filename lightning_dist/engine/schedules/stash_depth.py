@@ -37,11 +37,6 @@ def num_copies(
 
     A measurement of how far weights have moved keeps a batch's weights until its update. Such
     copies are not counted.
-
-    Args:
-        shape: Shape of the pipeline.
-        weight_versions: The setting of :class:`~lightning_dist.PipelineStrategy` of that name.
-        predicts: Whether forwards run on predicted weights.
     """
     homes, rule = shape.rank_of_stage, shape.family.update_rule
     num_ranks, size = shape.num_ranks, shape.num_microbatches
