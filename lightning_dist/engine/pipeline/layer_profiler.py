@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from lightning_dist.engine.tensors.observers import CallWatch
 from lightning_dist.engine.tensors.tree import flatten
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-_NO_STATES: Mapping[Tensor, Any] = MappingProxyType({})
 
 
 class LayerProfiler:
@@ -90,11 +88,11 @@ class LayerProfiler:
         self._watches.clear()
         self._before.clear()
 
-    def profile(self, states: Mapping[Tensor, Any] = _NO_STATES) -> RankProfile:
+    def profile(self, states: Mapping[Tensor, Any] | None = None) -> RankProfile:
         """Returns what was measured; on a GPU waits for the device.
 
         Args:
-            states: The optimizer's state of each parameter.
+            states: The optimizer's state of each parameter; None if there is none.
         """
         forwards, own_forwards = self._of_forwards()
         backwards, own_backwards = self._of_backwards()
@@ -114,7 +112,7 @@ class LayerProfiler:
                 parameter_bytes=own,
                 activation_bytes=self._kept.get(index, 0),
                 shared_bytes=self._shared.get(index, 0),
-                resident_bytes=_resident_bytes(part.module, states) + beside,
+                resident_bytes=_resident_bytes(part.module, states or {}) + beside,
                 version_bytes=copied,
             )
             of_layers[part.layer_index].append(costs)
@@ -224,12 +222,9 @@ def _shares_of_weights(spans: Iterable[Span]) -> dict[int, float]:
 def _resident_bytes(layer: nn.Module, states: Mapping[Tensor, Any]) -> int:
     parameters = list(layer.parameters())
     kept = flatten([states[p] for p in parameters if p in states])[0]
-    gradients = version_bytes(parameters)
-    return gradients + sum(map(_own_bytes, (*parameters, *layer.buffers(), *kept)))
-
-
-def _own_bytes(tensor: Tensor) -> int:
-    return local_part(tensor.detach()).nbytes
+    tensors = (*parameters, *layer.buffers(), *kept)
+    of_gradients = version_bytes(parameters)
+    return of_gradients + sum(local_part(tensor.detach()).nbytes for tensor in tensors)
 
 
 def _median(values: list[float]) -> float:

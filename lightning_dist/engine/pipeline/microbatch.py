@@ -88,11 +88,7 @@ class Loss:
 
 
 def weight_of(result: Any) -> float | None:
-    """Returns the weight of a loss in a step's result.
-
-    Returns:
-        The number under ``"weight"``; None if there is none beside a loss.
-    """
+    """Returns the number under ``"weight"`` beside a loss in a step's result; None without one."""
     if not isinstance(result, Mapping) or not {"loss", "weight"} <= result.keys():
         return None
     weight = result["weight"]
@@ -220,12 +216,7 @@ def _merge_leaf(leaves: list[Any], shares: Sequence[float]) -> Any:
 
 
 def mean_of(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Averages values of micro-batches.
-
-    Args:
-        values: One number or tensor for each micro-batch, all alike.
-        weights: One weight for each value; a value of weight zero does not count, even if nan.
-    """
+    """Averages numbers or tensors; one of weight zero does not count, even if nan."""
     total = sum(weights)
     pairs = [pair for pair in zip(values, weights, strict=True) if pair[1] > 0]
     return sum(value * (weight / total) for value, weight in pairs) if pairs else values[0]

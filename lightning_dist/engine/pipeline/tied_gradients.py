@@ -69,20 +69,12 @@ class TiedSums:
         return {**self._elsewhere, **self._here}
 
     def counts(self, name: str) -> bool:
-        """Returns whether this rank counts a parameter in the norm of the whole gradient.
-
-        Args:
-            name: The parameter's name in the pipelined module.
-        """
+        """Returns whether this rank counts a parameter in the norm of the whole gradient."""
         return all(name not in names for names in self._elsewhere.values())
 
     @torch.no_grad()
     def share(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sets all copies to the same values. Collective: every rank must call it.
-
-        Args:
-            parameters: This rank's parameters, trainable or not, by name in the pipelined module.
-        """
+        """Sets all copies to the same values; the parameters may be frozen. Collective."""
         for peer, names in self._here.items():
             copies = [local_part(parameters[name].detach()).clone() for name in names]
             self._links.outgoing[peer].send(copies)
@@ -97,9 +89,6 @@ class TiedSums:
         Call it before each batch's gradients are installed, and :meth:`keep` behind those of a
         batch that more follow before the update. It does nothing where gradients are cleared after
         each update.
-
-        Args:
-            parameters: As for :meth:`install`.
         """
         self._earlier.set_apart(self._own(parameters))
 
@@ -167,7 +156,10 @@ class TiedSums:
             parts, flags = self._links.incoming[peer].receive()
             _check_alike(names, _flags(names, trained), flags)
             for name, part in zip(names, parts, strict=True):
-                sums[name] = _sum_of(sums.get(name, gradients.get(name)), part)
+                total = sums.get(name, gradients.get(name))
+                if total is not None and part is not None:
+                    total.add_(part)
+                sums[name] = part if total is None else total
         return {n: None if g is None else self._change(n, g) for n, g in sums.items()}
 
 
@@ -188,12 +180,6 @@ def _check_alike(
             " on others. Call `requires_grad_` on all ranks: on a layer that has them, or on"
             " `self.parameters()`; parameters of a slice of layers are this rank's only."
         )
-
-
-def _sum_of(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    if total is None or part is None:
-        return part if total is None else total
-    return total.add_(part)
 
 
 def _as_gradient_of(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:

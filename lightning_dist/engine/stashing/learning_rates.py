@@ -39,11 +39,7 @@ class RateCorrection:
     num_steps: int
 
     def factor(self, step: int) -> float:
-        """Returns the factor of the learning rate.
-
-        Args:
-            step: Index of the update, counted from the beginning of the training.
-        """
+        """Returns the factor of the learning rate at an update of the training."""
         remaining = 1.0 - min(step / self.num_steps, 1.0)
         return float(max(self.staleness, 1) ** -remaining)
 
@@ -165,12 +161,10 @@ def _are_equal(left: Any, right: Any) -> bool:
     if not (isinstance(left, _CONTAINERS) and isinstance(right, _CONTAINERS)):
         return type(left) is type(right) and bool(left == right)
     (own, skeleton), (others, other_skeleton) = flatten(left), flatten(right)
-    return bool(skeleton == other_skeleton) and all(map(_same_tensors, own, others))
-
-
-def _same_tensors(left: Tensor, right: Tensor) -> bool:
-    is_same_place = left.device == right.device
-    return is_same_place and _are_alike(left, right) and torch.equal(left, right)
+    return bool(skeleton == other_skeleton) and all(
+        a.device == b.device and _are_alike(a, b) and torch.equal(a, b)
+        for a, b in zip(own, others, strict=True)
+    )
 
 
 def _are_alike(left: Tensor, right: Tensor) -> bool:

@@ -50,11 +50,6 @@ def extrapolated(
                         ``g`` times that way where it is Nesterov's
     Adam and its like   ``W - lr * s * m / (sqrt(v) + eps)``, ``m`` and ``v`` without bias
     ==================  ==================================================================
-
-    Args:
-        optimizer: Optimizer of the parameters.
-        parameters: Parameters by name; the optimizer's other parameters are left out.
-        num_updates: Number of updates.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     found: dict[str, Tensor] = {}
@@ -116,6 +111,7 @@ class Predicted(WeightPolicy):
         super().__init__()
         self._parameters = dict(parameters)
         self._half = half
+        self._dtype_of = half.dtype_of if half is not None else lambda parameter: parameter.dtype
         self._predict = predict
         self._batch_size = batch_size
         self._num_acquired = 0
@@ -156,9 +152,6 @@ class Predicted(WeightPolicy):
             .requires_grad_(p.requires_grad)
             for name, p in self._parameters.items()
         }
-
-    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        return parameter.dtype if self._half is None else self._half.dtype_of(parameter)
 
     @override
     def release(self, version: WeightVersion) -> None:

@@ -63,12 +63,7 @@ class StalenessMeter:
         return tuple(self._history)
 
     def end_backward(self, version: WeightVersion, update: int) -> None:
-        """Records the version of a micro-batch; of several versions the oldest counts.
-
-        Args:
-            version: Version of the forward; released at once, or after the comparison.
-            update: Index of the update that the micro-batch's gradients are for.
-        """
+        """Records the version of a micro-batch for its update; of several the oldest counts."""
         self._indices[update] = min(version.index, self._indices.get(update, version.index))
         if self._measures_discrepancy:
             self._kept.setdefault(update, []).append(version)
@@ -78,15 +73,12 @@ class StalenessMeter:
     def measure(
         self, update: int, num_steps: int, parameters: Callable[[], Mapping[str, nn.Parameter]]
     ) -> tuple[int, float | None]:
-        """Measures an update's staleness, right before the optimizer writes.
+        """Measures an update's staleness and discrepancy, right before the optimizer writes.
 
         Args:
             update: Index of the update.
             num_steps: Updates that the parameters have seen.
             parameters: Returns the stage's trainable parameters, by name.
-
-        Returns:
-            The staleness in updates, and the discrepancy.
         """
         staleness = num_steps - self._indices.pop(update, num_steps)
         self._history.append(staleness)

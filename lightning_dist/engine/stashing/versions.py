@@ -31,19 +31,14 @@ from lightning_dist.engine.tensors.dtensor import local_part
 T = TypeVar("T")
 
 
-def _own_dtype(parameter: nn.Parameter) -> torch.dtype:
-    return parameter.dtype
-
-
 def version_bytes(
     parameters: Iterable[nn.Parameter],
-    dtype_of: Callable[[nn.Parameter], torch.dtype] = _own_dtype,
+    dtype_of: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
 ) -> int:
     """Returns the bytes of one version of some weights on this rank.
 
-    Args:
-        parameters: The weights; frozen ones, which all versions share, do not count.
-        dtype_of: Returns the data type in which a parameter computes.
+    Frozen ones, which all versions share, do not count. ``dtype_of`` returns the data type in which
+    a parameter computes.
     """
     trainable = [p for p in parameters if p.requires_grad]
     return sum(local_part(p.detach()).numel() * dtype_of(p).itemsize for p in trainable)
@@ -257,11 +252,8 @@ class SwappedWeights(nn.Module):
     """Swaps the weights of layers for those of a version, in forwards and in backwards.
 
     In a backward, layers that recompute their activations (``torch.utils.checkpoint``) read their
-    weights again, when the optimizer has written newer ones. The gradients would then be those of
-    the old version, but at activations of the new one.
-
-    The user's step sees the same weights. If it computes a value from a parameter itself, such as a
-    penalty, that value adds to the gradient of that version.
+    weights again, when the optimizer has written newer ones. The user's step sees the same weights:
+    what it computes from a parameter itself, such as a penalty, adds to that version's gradient.
 
     Args:
         layers: Layers of a stage.
@@ -275,14 +267,9 @@ class SwappedWeights(nn.Module):
         self._places = _places(layers)
         self._elsewhere = [] if root is None else _places_elsewhere(layers, root)
 
-    def run(self, version: WeightVersion | None, function: Callable[[], T]) -> T:
-        """Runs a function with the weights of a version in place of the layers' own.
-
-        Args:
-            version: The version; None, or one without aliases, leaves the layers' weights.
-            function: Runs the layers, or a step that runs them.
-        """
-        if version is None or not version.aliases:
+    def run(self, version: WeightVersion, function: Callable[[], T]) -> T:
+        """Runs a function with a version's aliases, if any, in place of the layers' weights."""
+        if not version.aliases:
             return function()
         # Not by torch's `tie_weights`: if a module has two names, that takes the alias set under
         # the first name for the module's own weight, and leaves the alias there.
@@ -296,15 +283,9 @@ class SwappedWeights(nn.Module):
         return result
 
     def backward(
-        self, version: WeightVersion | None, roots: Sequence[Tensor], gradients: Sequence[Tensor]
+        self, version: WeightVersion, roots: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Runs autograd with the weights of a version in place of the layers' own.
-
-        Args:
-            version: The version, as for :meth:`run`.
-            roots: Roots of the autograd graph.
-            gradients: One gradient for each root.
-        """
+        """Runs autograd from roots, as :meth:`run` runs a function."""
         self.run(version, lambda: torch.autograd.backward(roots, gradients))
 
     def forward(self, function: Callable[[], T]) -> T:

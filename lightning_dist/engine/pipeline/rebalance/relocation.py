@@ -10,7 +10,7 @@ parameters, ``training``, ``extra_state``). Modules stay the same objects, with 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,28 +36,22 @@ class LayerValues:
         gradients: Gradients of the parameters, by name.
         is_training: ``training`` of all submodules, by name.
         extra_states: ``extra_state`` of the submodules that have one, by name.
+        beside: Tensors that a layer uses besides its own values.
+        optimizer: Optimizer state of the parameters by name. A count of steps is on the host, and
+            arrives there.
     """
 
-    parameters: Mapping[str, Tensor] = field(default_factory=dict)
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
-    is_training: Mapping[str, bool] = field(default_factory=dict)
-    extra_states: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        held = (self.parameters, self.buffers, self.gradients)
-        return sum(tensor.nbytes for tensors in held for tensor in tensors.values())
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    is_training: Mapping[str, bool]
+    extra_states: Mapping[str, Any]
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def values_of(modules: nn.Module, *, with_gradients: bool) -> LayerValues:
-    """Returns the values of modules, without a copy.
-
-    Args:
-        modules: Any modules, as one module.
-        with_gradients: Whether gradients wait for an update.
-    """
+    """Returns the values of modules, without a copy, and gradients that wait for an update."""
     parameters = dict(modules.named_parameters(remove_duplicate=False))
     gradients = {n: p.grad for n, p in parameters.items() if with_gradients and p.grad is not None}
     return LayerValues(
@@ -76,11 +70,7 @@ def values_of(modules: nn.Module, *, with_gradients: bool) -> LayerValues:
 
 
 class Exchanged:
-    """Replaces tensors in modules; a tensor shared by several places stays shared.
-
-    Args:
-        device: Device of the new tensors with values.
-    """
+    """Replaces tensors in modules, by ones on a device; what places share they share afterwards."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,12 +83,7 @@ class Exchanged:
 
     @torch.no_grad()
     def fill(self, modules: nn.Module, values: LayerValues) -> None:
-        """Fills modules with values.
-
-        Args:
-            modules: Modules after :meth:`strip`, or a copy of the structure; changed in place.
-            values: Values of modules of the same structure and names.
-        """
+        """Fills modules after :meth:`strip`, or a copy of the structure, with values."""
         places = dict(_tensors_of(modules))
         for name, value in (*values.parameters.items(), *values.buffers.items()):
             place = places.get(name, value)  # a buffer may have come into being since
@@ -138,22 +123,6 @@ def _set(modules: nn.Module, name: str, tensor: Tensor) -> None:
     # Not by `setattr`, which a class may have changed.
     held: dict[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
     held[key] = tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """A layer as it travels.
-
-    Attributes:
-        values: Values of the layer's parts.
-        beside: Tensors that the layer uses besides its own values.
-        optimizer: Optimizer state of the layer's parameters by name. A count of steps is on the
-            host, and arrives there.
-    """
-
-    values: LayerValues
-    beside: Mapping[str, Tensor]
-    optimizer: Mapping[str, Mapping[str, Any]]
 
 
 class Relocation:
@@ -235,7 +204,7 @@ class Relocation:
         parts = [structure_of(p.module) for p in all_parts if p.layer_index == layer_index]
         return nn.ModuleDict({str(place): module for place, module in enumerate(parts)})
 
-    def _pack(self, layer_index: int, states: list[Any], with_gradients: bool) -> _Parcel:
+    def _pack(self, layer_index: int, states: list[Any], with_gradients: bool) -> LayerValues:
         parts = self._parts(layer_index)
         of_optimizer = {
             f"{number}.{name}": dict(state[p])
@@ -244,7 +213,7 @@ class Relocation:
             if p in state
         }
         values = values_of(parts, with_gradients=with_gradients)
-        return _Parcel(values, self._layers.beside(layer_index), of_optimizer)
+        return replace(values, beside=self._layers.beside(layer_index), optimizer=of_optimizer)
 
     def _forget(self, states: list[Any]) -> None:
         exchanged = Exchanged(self._device)
@@ -256,10 +225,10 @@ class Relocation:
             exchanged.strip(parts)
 
     def _unpack(
-        self, layer_index: int, parcel: _Parcel, exchanged: Exchanged, states: list[Any]
+        self, layer_index: int, parcel: LayerValues, exchanged: Exchanged, states: list[Any]
     ) -> None:
         parts = self._parts(layer_index)
-        exchanged.fill(parts, parcel.values)
+        exchanged.fill(parts, parcel)
         parameters = dict(parts.named_parameters())
         for name, entries in parcel.optimizer.items():
             number, _, own_name = name.partition(".")

@@ -174,20 +174,20 @@ class LayerExchange:
         """Opens this rank's channels. Collective: every rank of the pipeline must call it."""
         rank = self._ranks.index(dist.get_rank())
         later, earlier = self._groups
-
-        def receiver(peer: int) -> DistributedReceiver:
-            group = later if peer < rank else earlier
-            return DistributedReceiver(
-                group, self._ranks[peer], self._device, self._timeout_seconds
+        outgoing = {
+            peer: DistributedSender(later if peer > rank else earlier, self._ranks[peer])
+            for peer in relocation.targets
+        }
+        incoming = {
+            peer: DistributedReceiver(
+                later if peer < rank else earlier,
+                self._ranks[peer],
+                self._device,
+                self._timeout_seconds,
             )
-
-        return PeerLinks(
-            {
-                peer: DistributedSender(later if peer > rank else earlier, self._ranks[peer])
-                for peer in relocation.targets
-            },
-            {peer: receiver(peer) for peer in relocation.sources},
-        )
+            for peer in relocation.sources
+        }
+        return PeerLinks(outgoing, incoming)
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in this rank's present or next wait for a layer."""
