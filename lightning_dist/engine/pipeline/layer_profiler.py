@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,14 @@ from lightning_dist.engine.tensors.observers import CallWatch
 from lightning_dist.engine.tensors.tree import flatten
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+
+
+class _Sizes(NamedTuple):
+    """Bytes of a layer's output and of what its graph keeps, and how much of that others keep."""
+
+    sent: int = 0
+    kept: int = 0
+    shared: int = 0
 
 
 class LayerProfiler:
@@ -60,10 +68,8 @@ class LayerProfiler:
         self._forwards: list[tuple[int, Any, Any]] = []
         self._gradients: list[tuple[int, Any]] = []
         self._meters: dict[int, ActivationMeter] = {}
-        self._kept: dict[int, int] = {}
-        self._shared: dict[int, int] = {}
+        self._sizes: dict[int, _Sizes] = {}
         self._before: list[ActivationMeter] = []  # of layers of the same forward
-        self._sent: dict[int, int] = {}
         self._watches: list[CallWatch] = []
         self._start = recorder.mark()
 
@@ -71,10 +77,8 @@ class LayerProfiler:
         """Begins to watch, and discards earlier measurements."""
         self.stop()
         self._compiler.stays_paused = True
-        for store in (self._begun, self._forwards, self._gradients):
+        for store in (self._begun, self._forwards, self._gradients, self._sizes):
             store.clear()
-        for sizes in (self._kept, self._shared, self._sent):
-            sizes.clear()
         for index, part in enumerate(self._parts):
             before, after = partial(self._begin, index), partial(self._end, index)
             self._watches.append(CallWatch(part.module, before, after))
@@ -104,14 +108,15 @@ class LayerProfiler:
             beside = 0
             if self._half is not None:
                 beside = copied = version_bytes(part.module.parameters(), self._half.dtype_of)
+            sizes = self._sizes.get(index, _Sizes())
             costs = LayerCosts(
                 part.name,
                 forward_seconds=_median(forwards[index]),
                 backward_seconds=_median(backwards[index]),
-                boundary_bytes=self._sent.get(index, 0),
+                boundary_bytes=sizes.sent,
                 parameter_bytes=own,
-                activation_bytes=self._kept.get(index, 0),
-                shared_bytes=self._shared.get(index, 0),
+                activation_bytes=sizes.kept,
+                shared_bytes=sizes.shared,
                 resident_bytes=_resident_bytes(part.module, states or {}) + beside,
                 version_bytes=copied,
             )
@@ -124,12 +129,10 @@ class LayerProfiler:
             step_seconds=median(steps) if steps else float("nan"),
         )
 
-    # --- hooks -------------------------------------------------------------------------------
-
     def _begin(self, index: int, layer: nn.Module, _: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if index not in self._sent and index not in self._meters:
+        if index not in self._sizes and index not in self._meters:
             own = (local_part(p.detach()) for p in layer.parameters())
             self._meters[index] = ActivationMeter(own).__enter__()
         self._begun[index] = self._recorder.mark()
@@ -140,21 +143,18 @@ class LayerProfiler:
             return
         self._forwards.append((index, start, self._recorder.mark()))
         tensors = [t for t in flatten(output)[0] if t is not None]
-        if index not in self._sent:
+        if index not in self._sizes:
             meter = self._meters.pop(index)
             meter.__exit__()
-            self._kept[index] = meter.num_bytes
-            self._shared[index] = meter.shared_bytes(self._before)
+            sent, shared = sum(t.nbytes for t in tensors), meter.shared_bytes(self._before)
+            self._sizes[index] = _Sizes(sent, meter.num_bytes, shared)
             self._before.append(meter)
-            self._sent[index] = sum(t.nbytes for t in tensors)
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._arrive, index))
 
     def _arrive(self, index: int, _: Tensor) -> None:
         self._gradients.append((index, self._recorder.mark()))
-
-    # --- afterwards --------------------------------------------------------------------------
 
     def _spans(self, kind: SpanKind) -> list[Span]:
         begin = self._recorder.seconds(self._start)

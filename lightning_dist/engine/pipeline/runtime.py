@@ -77,7 +77,7 @@ class Runtime:
         links: The rank's channels.
         recorder: Records the spans.
         loss_weights: Collects the weight of each micro-batch's loss.
-        microbatches_per_update: Number of micro-batches whose gradients are applied together.
+        microbatches_per_update: Micro-batches whose gradients are applied together; None for all.
         on_complete: Called with an update whose gradients are complete before the update is due.
     """
 

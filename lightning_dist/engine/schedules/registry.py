@@ -1,19 +1,7 @@
 """The schedules by name: the order, the placement of the stages, and the sizes of each.
 
-The families are in :mod:`.schedules.orders` and :mod:`.schedules.asynchronous`.
-
-====================  ===============  =======================================================
-name                  stages per rank  in short
-====================  ===============  =======================================================
-``gpipe``             1                all forwards, then all backwards
-``1f1b``              1                the same bubble, fewer micro-batches in flight
-``interleaved_1f1b``  2 or more        ``1f1b`` with a smaller bubble and more messages
-``looped_bfs``        2 or more        ``gpipe`` with a smaller bubble and more messages
-``zb_h1``             1                a third of ``1f1b``'s bubble, as many in flight
-``zbv``               2                a sixth of it, as many in flight
-``pipedream``         1                no bubble; each micro-batch is a batch with an update
-``pipedream_2bw``     1                no bubble; an update per batch, one batch late
-====================  ===============  =======================================================
+The families are in :mod:`.schedules.orders` and :mod:`.schedules.asynchronous`; docs/schedules.md
+compares them.
 """
 
 from __future__ import annotations

@@ -42,16 +42,11 @@ class StageCosts:
         num_stages: int,
         forward_seconds: float = 1.0,
         backward_seconds: float = 2.0,
-        transfer_seconds: float = 0.0,
-        update_seconds: float = 0.0,
+        **others: float,
     ) -> StageCosts:
         """Creates the costs of ``num_stages`` equal stages, from the times of each."""
-        return cls(
-            forward_seconds=(forward_seconds,) * num_stages,
-            backward_seconds=(backward_seconds,) * num_stages,
-            transfer_seconds=transfer_seconds,
-            update_seconds=update_seconds,
-        )
+        times = ((forward_seconds,) * num_stages, (backward_seconds,) * num_stages)
+        return cls(*times, **others)
 
     def duration_seconds(self, action: Action) -> float:
         """Returns the time of an action on its rank; sends, receives and reductions take none."""
@@ -68,11 +63,7 @@ class StageCosts:
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
-    """Simulates a schedule.
-
-    Args:
-        schedule: A schedule of compute actions only, or a lowered one.
-        costs: Costs with one entry per stage.
+    """Simulates a schedule of compute actions only, or a lowered one.
 
     Returns:
         A timeline that begins at zero, with a wait span where a receive waits.
@@ -111,9 +102,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
 def makespan_seconds(schedule: Schedule, costs: StageCosts) -> float:
     """Returns the end of :func:`simulate`, many times as fast, for a search of many schedules.
 
-    Args:
-        schedule: A valid schedule of compute actions only.
-        costs: Costs with one entry per stage.
+    These must be valid, and of compute actions only.
     """
     homes, count = schedule.rank_of_stage, schedule.num_microbatches
     hops = [costs.transfer_seconds if here != there else 0.0 for here, there in pairwise(homes)]

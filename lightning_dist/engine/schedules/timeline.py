@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import overload
 
 from typing_extensions import override
 
@@ -56,9 +55,6 @@ class PackedSpans(Sequence[Span]):
     """Spans in columns, about 30 bytes each, where objects take 300.
 
     Ranks gather each other's spans, so that a rank holds many thousands from each.
-
-    Args:
-        spans: The spans.
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
@@ -74,16 +70,8 @@ class PackedSpans(Sequence[Span]):
     def __len__(self) -> int:
         return len(self._ranks)
 
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Span]: ...
-
     @override
-    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
-        if isinstance(index, slice):
-            return tuple(self[place] for place in range(*index.indices(len(self))))
+    def __getitem__(self, index: int) -> Span:  # type: ignore[override]  # no slices
         kind = _ACTION_KINDS[self._actions[index]]
         action = Action(self._stages[index], kind, self._microbatches[index])
         span_kind = _SPAN_KINDS[self._kinds[index]]

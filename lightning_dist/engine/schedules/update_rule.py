@@ -3,8 +3,7 @@
 A rule names the delay of an update on each rank, in batches, and whether all stages update
 together. From these two follow the places of the updates in a schedule, the weights that a batch
 uses, and whether stages can agree about an update. Other modules ask for these facts, and never
-which rule they have. So the rules of asynchronous schedules are in :mod:`.schedules.asynchronous`,
-beside their families. Under each rule an update uses the hyperparameters of its own batch, and an
+which rule they have. Under each rule an update uses the hyperparameters of its own batch, and an
 update that is skipped makes a version of the weights all the same.
 """
 

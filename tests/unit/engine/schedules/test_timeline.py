@@ -21,7 +21,6 @@ spans = st.builds(Span, st.integers(0, 2**20), st.sampled_from(SpanKind), action
 def test_packed_spans_are_the_spans(given_spans: list[Span]) -> None:
     packed = pickle.loads(pickle.dumps(PackedSpans(given_spans)))
     assert list(packed) == given_spans
-    assert list(packed[1:-1]) == given_spans[1:-1]
     if given_spans:
         assert packed[-1] == given_spans[-1]
     assert [action.kind for action in (span.action for span in packed)] == [
