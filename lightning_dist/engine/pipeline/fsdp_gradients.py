@@ -2,7 +2,7 @@
 
 After a backward FSDP2 reduces the gradients that the backward has added to the parameters. It
 detects the backward by hooks on its root's outputs. Only the last backward of a round is to reduce,
-so :class:`StageBackwards` announces each one.
+so each one is announced.
 
 Where a schedule splits backwards, autograd goes from the middle of the graph to the weights, past
 those hooks. So the root gets one more method that FSDP2 takes for a forward. Its output depends on
@@ -12,7 +12,7 @@ no parameter, so its backward is over at once, and FSDP2 reduces as after any ot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -25,70 +25,16 @@ from lightning_dist.engine.sharding.fully_shard import unshard
 _EMPTY_FORWARD = "forward_of_nothing"
 
 
-class StageBackwards:
-    """Announces the backwards of one stage to FSDP2.
-
-    Args:
-        root: Runs the stage's layers; sharded or not.
-        context: Returns the context manager in which each backward runs.
-        sends: Returns whether gradients are reduced in this round at all.
-        before_last: Called before the last backward of a round, which frees gathered parameters.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        context: Callable[[], AbstractContextManager[None]],
-        sends: Callable[[], bool],
-        before_last: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._root = root
-        self._context = context
-        self._sends = sends
-        self.before_last = before_last
-        self._announced: tuple[bool, bool] | None = None
-        if not hasattr(root, _EMPTY_FORWARD):  # an earlier run of the same model has made it
-            setattr(root, _EMPTY_FORWARD, _nothing)
-            register_fsdp_forward_method(root, _EMPTY_FORWARD)
-
-    @contextmanager
-    def backward(self, *, is_last: bool) -> Iterator[None]:
-        """Wraps a backward, which is the last of the round or is not."""
-        self._announce(is_last=is_last)
-        with self._context():
-            yield
-
-    @contextmanager
-    def part(self) -> Iterator[None]:
-        """Wraps a part of a backward, after which nothing is reduced."""
-        self._announce(is_last=False)
-        unshard(self._root)  # another micro-batch's forward may have freed the gathered parameters
-        with self._context():
-            yield
-
-    def end_parts(self, *, is_last: bool) -> None:
-        """Announces to FSDP2 the gradients that have been added to the gathered parameters."""
-        if isinstance(self._root, FSDPModule):
-            self._announce(is_last=is_last)
-            torch.autograd.backward(getattr(self._root, _EMPTY_FORWARD)())
-
-    def _announce(self, *, is_last: bool) -> None:
-        sends = is_last and self._sends()
-        if isinstance(self._root, FSDPModule) and self._announced != (is_last, sends):
-            self._announced = is_last, sends  # each of these walks over all modules
-            self._root.set_is_last_backward(is_last)
-            self._root.set_reshard_after_backward(is_last)
-            self._root.set_requires_gradient_sync(sends)
-
-
 class ParamGradAccumulator(HeldGradients):
     """Accumulates a stage's gradients in ``p.grad`` for a round, and holds them afterwards.
 
     All gradients are for one update, since the schedule is synchronous.
 
     Args:
-        layers: The stage's layers.
-        listener: Announces the stage's backwards to FSDP2.
+        root: Runs the stage's layers; sharded or not.
+        context: Returns the context manager in which each backward runs.
+        sends: Returns whether gradients are reduced in this round at all.
+        before_last: Called before the last backward of a round, which frees gathered parameters.
         look: Called with the outputs of each whole backward before the backward runs.
     """
 
@@ -96,18 +42,27 @@ class ParamGradAccumulator(HeldGradients):
 
     def __init__(
         self,
-        layers: nn.Module,
-        listener: StageBackwards,
+        root: nn.Module,
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
+        sends: Callable[[], bool] = lambda: True,
+        before_last: Callable[[], None] = lambda: None,
         look: Callable[[Sequence[Tensor]], None] = lambda _: None,
     ) -> None:
         super().__init__()
+        self._root = root
+        self._context = context
+        self._sends = sends
+        self._before_last = before_last
         self._look = look
-        self._listener = listener
+        self._announced: tuple[bool, bool] | None = None
+        if not hasattr(root, _EMPTY_FORWARD):  # an earlier run of the same model has made it
+            setattr(root, _EMPTY_FORWARD, _nothing)
+            register_fsdp_forward_method(root, _EMPTY_FORWARD)
         # Where they are, for FSDP2 exchanges parameters, and a walk over all modules in each
         # backward takes milliseconds.
         self._places = [
-            (name, layers.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, _ in layers.named_parameters()
+            (name, root.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, _ in root.named_parameters()
         ]
         self._num_left = 0
         self._before: dict[str, Tensor | None] = {}
@@ -131,7 +86,7 @@ class ParamGradAccumulator(HeldGradients):
     @override
     @contextmanager
     def parting(self, parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        with self._listener.part():
+        with self._part():
             yield dict(self._parameters())  # FSDP2 uses the hooks of the parameters themselves
 
     @override
@@ -140,10 +95,12 @@ class ParamGradAccumulator(HeldGradients):
         self, parameters: Mapping[str, Tensor], given: Sequence[Tensor], update: int
     ) -> Iterator[None]:
         is_last = self._count_down()
-        with self._listener.part():
+        with self._part():
             yield
         self._keep_from(given)
-        self._listener.end_parts(is_last=is_last)
+        if isinstance(self._root, FSDPModule):
+            self._announce(is_last=is_last)
+            torch.autograd.backward(getattr(self._root, _EMPTY_FORWARD)())
 
     @override
     def clear(self) -> None:
@@ -163,7 +120,8 @@ class ParamGradAccumulator(HeldGradients):
         is_last = self._count_down()
         if outputs:
             self._look(outputs)
-            with self._listener.backward(is_last=is_last):
+            self._announce(is_last=is_last)
+            with self._context():
                 backward(outputs, gradients)
         found = [tensor.grad for tensor in inputs]
         for tensor in inputs:
@@ -171,11 +129,27 @@ class ParamGradAccumulator(HeldGradients):
         self._keep_from([*gradients, *found])
         return found
 
+    @contextmanager
+    def _part(self) -> Iterator[None]:
+        """Wraps a part of a backward, after which nothing is reduced."""
+        self._announce(is_last=False)
+        unshard(self._root)  # another micro-batch's forward may have freed the gathered parameters
+        with self._context():
+            yield
+
+    def _announce(self, *, is_last: bool) -> None:
+        sends = is_last and self._sends()
+        if isinstance(self._root, FSDPModule) and self._announced != (is_last, sends):
+            self._announced = is_last, sends  # each of these walks over all modules
+            self._root.set_is_last_backward(is_last)
+            self._root.set_reshard_after_backward(is_last)
+            self._root.set_requires_gradient_sync(sends)
+
     def _count_down(self) -> bool:
         """Counts a backward; returns whether it is the round's last."""
         self._num_left -= 1
         if self._num_left == 0:
-            self._listener.before_last()
+            self._before_last()
         return self._num_left == 0
 
     def _keep_from(self, others: Sequence[Tensor | None]) -> None:

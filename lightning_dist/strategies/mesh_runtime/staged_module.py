@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import explain_shard_errors
-from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
+from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator
 from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
@@ -132,11 +132,13 @@ class StagedModule(ShardedModule):
         """Creates the holder of a stage's gradients, which runs the stage's backwards."""
         if self.is_whole:
             return HeldGradients()
-        root = self.root(number)
-        listener = StageBackwards(
-            root, self.backward_context, lambda: self._sends, self.written.keep
+        return ParamGradAccumulator(
+            self.root(number),
+            self.backward_context,
+            lambda: self._sends,
+            self.written.keep,
+            partial(self._check_first, number),
         )
-        return ParamGradAccumulator(root, listener, partial(self._check_first, number))
 
     def _check_first(self, number: int, outputs: Sequence[Tensor]) -> None:
         """Checks the first backward of each stage."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import pytest
@@ -65,22 +64,6 @@ def test_a_hook_sees_the_sum_so_far_in_the_memory_that_is_held(is_parted: bool) 
     assert seen == [([1.0, 1.0], held.data_ptr()), ([11.0, 11.0], held.data_ptr())]
 
 
-class Listening:
-    """Hears nothing."""
-
-    def before_last(self) -> None:
-        pass
-
-    def backward(self, *, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def part(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def end_parts(self, *, is_last: bool) -> None:
-        pass
-
-
 class Positions(nn.Module):
     """Its weight's gradient is a view of the output's, and so is its input's."""
 
@@ -93,9 +76,7 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize("is_parted", [False, True])
-@pytest.mark.parametrize(
-    "make", [lambda _: HeldGradients(), lambda m: ParamGradAccumulator(m, Listening())]
-)
+@pytest.mark.parametrize("make", [lambda _: HeldGradients(), ParamGradAccumulator])
 def test_what_was_sent_does_not_change_when_more_is_added(
     make: Callable[[nn.Module], HeldGradients], is_parted: bool
 ) -> None:
@@ -121,7 +102,7 @@ def test_what_was_sent_does_not_change_when_more_is_added(
 
 def test_layers_that_are_lent_weights_meanwhile_keep_their_gradients() -> None:
     module = Positions()
-    own, gradients = dict(module.named_parameters()), ParamGradAccumulator(module, Listening())
+    own, gradients = dict(module.named_parameters()), ParamGradAccumulator(module)
     version = WeightVersion(0, {"weight": module.weight.half()})
     backward = partial(SwappedWeights(module).backward, version)
     gradients.begin_round(1)

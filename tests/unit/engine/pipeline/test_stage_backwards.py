@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
+from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions, shard
 from lightning_dist.engine.sharding.wrap import Unit
@@ -96,7 +95,7 @@ def test_once_a_round_and_summed_in_the_dtype_that_travels(
     mesh: DeviceMesh, sent: list[Tensor], options: dict[str, Any], reshard: bool
 ) -> None:
     stage = sharded(mesh, reshard_after_forward=reshard, **options)
-    gradients = ParamGradAccumulator(stage, StageBackwards(stage, nullcontext, lambda: True))
+    gradients = ParamGradAccumulator(stage)
     run_round(stage, gradients)
     assert_sums(sent, 1)
     held = gradients.take(0)
@@ -109,7 +108,7 @@ def test_a_round_that_sends_nothing_is_summed_with_the_next(
     mesh: DeviceMesh, sent: list[Tensor]
 ) -> None:
     stage, sends = sharded(mesh, reshard_after_forward=False), [False]
-    gradients = ParamGradAccumulator(stage, StageBackwards(stage, nullcontext, lambda: sends[-1]))
+    gradients = ParamGradAccumulator(stage, sends=lambda: sends[-1])
     run_round(stage, gradients)
     assert sent == []
     assert gradients.take(0) == {}

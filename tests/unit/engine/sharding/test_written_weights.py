@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator, StageBackwards
+from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions, reshard, shard
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.sharding.written_weights import WrittenWeights
@@ -65,8 +64,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def run_rounds(stage: nn.Module, count: int) -> WrittenWeights:
     """Runs all forwards of each round, then the backwards."""
     written = WrittenWeights([stage], in_rounds=True)  # type: ignore[list-item]
-    listener = StageBackwards(stage, nullcontext, lambda: True, written.keep)
-    gradients = ParamGradAccumulator(stage, listener)
+    gradients = ParamGradAccumulator(stage, before_last=written.keep)
     for _ in range(count):
         written.begin_round()
         gradients.begin_round(NUM_MICROBATCHES)
