@@ -55,11 +55,7 @@ class Channels:
     ties: PeerLinks
 
     def interrupt(self, error: BaseException) -> None:
-        """Raises an error in each waiting or later receive.
-
-        Args:
-            error: What to raise.
-        """
+        """Raises an error in each waiting or later receive."""
         self.links.interrupt(error)
         self.ties.interrupt(error)
         if self.results_in is not None:
@@ -96,9 +92,8 @@ def wire(
     Args:
         rank_of_stage: The rank of each stage.
         rank: This rank.
-        sender: Takes a stage of this rank and its neighbour on another; returns the sending end.
-        receiver: Takes a stage of another rank and its neighbour on this; returns the receiving
-            end.
+        sender: Returns this rank's end of a channel from a stage to a neighbour on another rank.
+        receiver: Returns this rank's end of a channel from such a neighbour to a stage.
     """
     links = Links()
     for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
@@ -202,10 +197,6 @@ def connect_in_memory(
 
     Ranks that are threads must take turns: they share torch's generators, whose lock can deadlock
     with Python's.
-
-    Args:
-        rank_of_stage: The rank of each stage.
-        make_channel: Creates the channel of one direction between two stages.
     """
     channels = defaultdict[tuple[int, int], MemoryChannel](make_channel)
 

@@ -137,10 +137,7 @@ class HeldGradients:
     ) -> Iterator[None]:
         """Wraps the weights' part of a backward, which adds to the leaves' ``grad``.
 
-        Args:
-            parameters: As for :meth:`run`.
-            given: Gradients that the part begins with, whose memory other code may hold.
-            update: As for :meth:`run`.
+        Other code may hold the memory of the gradients that are ``given`` to the part.
         """
         before = self._held_before(parameters, update)
         with _in_leaves([*parameters.values()], before) as found:
@@ -206,15 +203,10 @@ average over the replicas."""
 
 @dataclass(frozen=True, slots=True)
 class WeighedGradients:
-    """The message from a stage to the stage before.
+    """The message from a stage to the stage before."""
 
-    Attributes:
-        gradients: One gradient for each received tensor that requires grad.
-        weight: Weight of the micro-batch's loss, zero-dim and float64; None if the samples count.
-    """
-
-    gradients: list[Tensor | None]
-    weight: Tensor | None = None
+    gradients: list[Tensor | None]  # one for each received tensor that requires grad
+    weight: Tensor | None = None  # of the loss, zero-dim and float64; None if the samples count
 
 
 class LossWeights:
@@ -258,9 +250,7 @@ class LossWeights:
     def as_mean(self, parameter: nn.Parameter, gradient: Tensor) -> Iterator[None]:
         """Wraps hooks, which see the mean over the collected weights in place of the sum.
 
-        Args:
-            parameter: The hooks' parameter; its ``grad`` is a sum before and after.
-            gradient: What will be added to its ``grad``; divided in place.
+        The parameter's ``grad`` is a sum before and after; the gradient to add is divided in place.
         """
         total = self._own_sum()
         if not total:

@@ -49,7 +49,7 @@ class LayerProfiler:
     Args:
         parts: Parts of the rank's layers.
         recorder: Recorder of the rank that runs the layers.
-        half: How the layers compute in half precision; None if the layers do not.
+        half: How the layers compute in half precision; None if they do not.
         compiler: Compiler of the stages, paused meanwhile: no hook runs inside of a stage's graph.
     """
 

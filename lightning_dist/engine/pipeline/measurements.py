@@ -80,13 +80,7 @@ class MeasuredStages:
 def gather_measurements(
     pipeline: Pipeline, group: dist.ProcessGroup, mesh: MeshShape
 ) -> Measurements:
-    """Gathers all ranks' measurements. Collective: every rank must call it.
-
-    Args:
-        pipeline: This rank's pipeline.
-        group: A gloo group of all ranks.
-        mesh: The sizes of the mesh.
-    """
+    """Gathers all ranks' measurements over a gloo group. Collective: every rank must call it."""
     own_stages = pipeline.stages
     stages = {s: (own_stages.peak_stash_bytes[s], own_stages.staleness[s]) for s in own_stages}
     spans = {n: PackedSpans(part) for n, part in pipeline.recorder.stretches().items()}

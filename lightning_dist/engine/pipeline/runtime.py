@@ -121,11 +121,7 @@ class Runtime:
         }
 
     def run(self, actions: Iterable[Action], work: Work | None = None) -> list[Any]:
-        """Runs actions in order.
-
-        Args:
-            actions: Actions of this rank, without updates.
-            work: The batch that the forwards among the actions run on.
+        """Runs actions of this rank in order, without updates, and the forwards on a batch.
 
         Returns:
             The user's step's results on the last stage, in the order of the micro-batches; empty

@@ -106,14 +106,7 @@ Arrived = tuple[Tensor | None, ...]
 
 
 class SplitBackward:
-    """The backward of one micro-batch on one stage.
-
-    Args:
-        outputs: Roots of the autograd graph.
-        gradients: One gradient for each output.
-        inputs: Leaves that are no parameters.
-        parameters: The stage's trainable parameters by name.
-    """
+    """The backward of one micro-batch on one stage; see :meth:`.HeldGradients.run`."""
 
     def __init__(
         self,

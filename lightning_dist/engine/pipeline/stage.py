@@ -86,12 +86,9 @@ class ForwardInterceptor:
         self._remote.end()
 
     def run(self, step: Callable[[], Any], layers: Callable[..., Any], *, leaves: bool) -> Any:
-        """Runs a step; returns the layers' output if the step ends there, else the step's result.
+        """Runs a step; returns the layers' output if it leaves the step there, else the result.
 
-        Args:
-            step: The step, which must call the module once.
-            layers: Replaces the module's forward; takes the arguments of that call.
-            leaves: Whether the step ends after that call.
+        ``layers`` replaces the forward of the module in the step's only call.
 
         Raises:
             ValueError: The step did not call the pipelined module exactly once.
@@ -258,13 +255,7 @@ class Stage:
         return result
 
     def set_loss(self, index: int, loss: Tensor, scale: float) -> list[Tensor | None]:
-        """Sets the root of a micro-batch's graph on the last stage; returns the roots' gradients.
-
-        Args:
-            index: The micro-batch.
-            loss: What to differentiate, a scalar.
-            scale: Multiplies the loss.
-        """
+        """Sets the root of the last stage's graph for a micro-batch; returns its gradients."""
         flight = self.in_flight[index]
         # A loss of weight zero may be nan (a mean over no tokens). The backward begins with zeros
         # at the layers' outputs then.
@@ -275,15 +266,10 @@ class Stage:
     def backward(
         self, index: int, gradients: Sequence[Tensor | None], update: int = 0
     ) -> list[Tensor | None]:
-        """Runs the backward of one micro-batch and holds the parameters' gradients.
+        """Runs the backward of one micro-batch, and holds the parameters' gradients for an update.
 
-        Args:
-            index: The micro-batch.
-            gradients: One gradient, or None, for each output that requires grad.
-            update: Index of the update that the parameters' gradients are for.
-
-        Returns:
-            One gradient for each received tensor that requires grad.
+        Takes one gradient, or None, for each output that requires grad. Returns one for each
+        received tensor that requires grad.
         """
         flight = self.in_flight.pop(index)
         weights = self.policy.acquire() if self._recomputes else flight.weights

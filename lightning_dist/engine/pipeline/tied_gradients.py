@@ -134,10 +134,6 @@ class TiedSums:
         """Replaces ``p.grad`` with the sums, and waits for those that have not arrived.
 
         What was set apart is added to them.
-
-        Args:
-            update: Index of the update.
-            parameters: Trainable parameters of this rank, by name.
         """
         sums = self._sums.pop(update, {})
         for peer, names in self._elsewhere.items():

@@ -98,10 +98,7 @@ class ScheduleFile(ScheduleFamily):
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Reads and validates a schedule.
-
-    Args:
-        path: Path of a CSV file with cells like ``0F0``, ``0B0``, ``0I0`` and ``0W0``.
+    """Reads and validates a schedule with cells like ``0F0``, ``0B0``, ``0I0`` and ``0W0``.
 
     Raises:
         ValueError: The file cannot be read, a cell is no action, or the schedule cannot be

@@ -12,13 +12,7 @@ from lightning_dist.engine.schedules.update_rule import FLUSHED, UpdateRule
 
 @dataclass(frozen=True, slots=True)
 class RankStages:
-    """One rank's place in a pipeline.
-
-    Attributes:
-        rank: Index of the rank in the pipeline.
-        num_ranks: Number of ranks of the pipeline.
-        stages: The rank's stages in ascending order.
-    """
+    """One rank's place in a pipeline; its stages are in ascending order."""
 
     rank: int
     num_ranks: int
@@ -151,11 +145,6 @@ class ScheduleFamily:
 
         As many as allowed, but of two samples at least, if the schedule can: code that takes a
         batch for more than one sample, such as ``logits.squeeze()``, does something else with one.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-            batch_size: Number of the batch's samples.
-            most: The largest number of micro-batches.
         """
         for limit in (batch_size // 2, batch_size):
             counts = range(min(most, limit), 0, -1)

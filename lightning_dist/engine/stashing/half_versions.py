@@ -41,15 +41,7 @@ class HalfWeights:
 
 
 class StashedHalf(Stashed):
-    """Creates versions by casting.
-
-    Args:
-        parameters: The stage's parameters with their names, trainable or not.
-        half: How the parameters are cast.
-        max_age: As for :class:`.Stashed`, like what follows.
-        recomputes: Whether no version is kept.
-        remembers: Whether weights are copied for comparisons.
-    """
+    """Creates versions by casting; all but ``half`` is as for :class:`.Stashed`."""
 
     def __init__(
         self,

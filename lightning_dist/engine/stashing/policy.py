@@ -34,12 +34,8 @@ Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]
 class Current(WeightPolicy):
     """Policy of synchronous schedules: nothing is written while a micro-batch is in flight.
 
-    A micro-batch sees the parameters themselves, but aliases of those whose hooks must not run for
-    each micro-batch.
-
-    Args:
-        layers: Layers of the stage.
-        hides_hooks: Whether autograd must not run hooks of parameters.
+    A micro-batch sees the parameters themselves, but aliases of hooked ones if autograd must not
+    run their hooks for each micro-batch.
     """
 
     def __init__(self, layers: nn.Module, *, hides_hooks: bool) -> None:

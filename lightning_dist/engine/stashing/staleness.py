@@ -75,10 +75,7 @@ class StalenessMeter:
     ) -> tuple[int, float | None]:
         """Measures an update's staleness and discrepancy, right before the optimizer writes.
 
-        Args:
-            update: Index of the update.
-            num_steps: Updates that the parameters have seen.
-            parameters: Returns the stage's trainable parameters, by name.
+        The trainable parameters have seen ``num_steps`` updates.
         """
         staleness = num_steps - self._indices.pop(update, num_steps)
         self._history.append(staleness)

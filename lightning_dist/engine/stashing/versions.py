@@ -70,10 +70,7 @@ class WeightVersion:
 
 
 class WeightPolicy(ABC):
-    """Decides which weights the micro-batches of a stage see.
-
-    The schedule determines the policy, see :func:`.choose_policy`. A subclass has
-    :meth:`acquire`, and overrides what it does otherwise.
+    """Decides which weights the micro-batches of a stage see; see :func:`.choose_policy`.
 
     Attributes:
         recomputes: Whether a backward runs the layers again, on other weights than its forward's.

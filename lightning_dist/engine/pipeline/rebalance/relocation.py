@@ -172,12 +172,12 @@ class Relocation:
     ) -> None:
         """Moves the layers; the pipeline must be empty, and detached from the module.
 
-        The caller must update the optimizers' groups.
+        The optimizers lose the state of the layers that leave, and get the state of the layers that
+        come. The caller must update their groups.
 
         Args:
             links: Channels to :attr:`targets` and from :attr:`sources`.
-            optimizers: Optimizers of this rank's parameters; they lose the state of the layers that
-                leave, and get the state of the layers that come.
+            optimizers: Optimizers of this rank's parameters.
             with_gradients: Whether ``p.grad`` waits for an update.
         """
         states = [optimizer.state for optimizer in optimizers]

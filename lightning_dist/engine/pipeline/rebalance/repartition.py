@@ -72,11 +72,6 @@ def agree_on_cut(
 ) -> tuple[int, ...]:
     """Checks that all ranks want the same possible partition. Collective: every rank must call it.
 
-    Args:
-        split: The present split.
-        wanted: Layers per stage that this rank wants.
-        everyone: A gloo group of all ranks.
-
     Raises:
         ValueError: The partition does not fit, ranks want different ones, or stages share
             parameters.
@@ -138,13 +133,13 @@ class LayerExchange:
         with_gradients: bool,
         on_moved: Callable[[], None],
     ) -> tuple[Move, ...]:
-        """Moves the layers of a pipeline that is empty.
+        """Moves the layers of a pipeline that is empty, as :meth:`.Relocation.run`.
 
         Args:
             pipeline: This rank's stages.
             split: The module's present split.
             after: Layers per stage afterwards.
-            optimizers: Optimizers of this rank's parameters; the caller must update their groups.
+            optimizers: Optimizers of this rank's parameters.
             with_gradients: Whether ``p.grad`` waits for an update.
             on_moved: Called when the layers have arrived, before the stages are created anew.
 
