@@ -37,21 +37,13 @@ Step = Callable[[Microbatch], Any]
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class InFlight:
-    """The state of a micro-batch from its forward until its backward.
+    """The state of a micro-batch from its forward until its backward."""
 
-    Attributes:
-        inputs: The received tensors; their gradients go to the stage before.
-        outputs: Roots of the autograd graph: the layers' outputs, or the loss.
-        layer_input: What the layers ran on.
-        weights: Weights from :meth:`WeightPolicy.acquire`.
-        seed: Names the random numbers of the forward.
-    """
-
-    inputs: list[Tensor]
-    outputs: list[Tensor]
+    inputs: list[Tensor]  # whose gradients go to the stage before
+    outputs: list[Tensor]  # roots of the autograd graph: the layers' outputs, or the loss
     layer_input: Any
     weights: WeightVersion
-    seed: tuple[int, ...]
+    seed: tuple[int, ...]  # of the forward
 
 
 class StopForward(BaseException):  # noqa: N818  (it is not an error)

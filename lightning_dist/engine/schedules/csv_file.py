@@ -34,19 +34,10 @@ class ScheduleFile(ScheduleFamily):
 
     schedule: Schedule = field(kw_only=True)
 
-    @classmethod
-    def read(cls, name: str, path: str) -> ScheduleFile:
-        """Reads the schedule of a file; see :func:`read_schedule`."""
-        schedule = read_schedule(path)
-        return cls(name, lambda own, _: iter(schedule.ranks[own.rank]), schedule=schedule)
-
     @override
     def num_ranks(self, num_stages: int, stages_per_rank: int | None = None) -> int:
         if num_stages != self.schedule.num_stages:
-            raise ValueError(
-                f"num_stages={num_stages} does not go with schedule={self.name!r}, which has"
-                f" {self.schedule.num_stages}."
-            )
+            raise self._refusal(f"num_stages={num_stages}", f"{self.schedule.num_stages}")
         return len(self.schedule.ranks)
 
     @override
@@ -64,10 +55,8 @@ class ScheduleFile(ScheduleFamily):
                 f" the pipeline, but the pipeline has {num_ranks}."
             )
         if stages_per_rank is not None and stages_per_rank * num_ranks != len(found):
-            raise ValueError(
-                f"schedule={self.name!r} has {len(found)} stages on {num_ranks} ranks, which is not"
-                f" stages_per_rank={stages_per_rank}. Leave `stages_per_rank` out."
-            )
+            has = f"{len(found)} stages on {num_ranks} ranks"
+            raise self._refusal(f"stages_per_rank={stages_per_rank}", has)
         return found
 
     @override
@@ -77,10 +66,13 @@ class ScheduleFile(ScheduleFamily):
     @override
     def check_microbatches(self, num_ranks: int, count: int) -> None:
         if count != self.schedule.num_microbatches:
-            raise ValueError(
-                f"num_microbatches={count} does not go with schedule={self.name!r}, which has"
-                f" {self.schedule.num_microbatches}."
-            )
+            has = f"{self.schedule.num_microbatches}"
+            raise self._refusal(f"num_microbatches={count}", has)
+
+    def _refusal(self, asked: str, has: str) -> ValueError:
+        return ValueError(
+            f"{asked} does not go with schedule={self.name!r}, which has {has}. Leave it out."
+        )
 
     @override
     def microbatches_of(self, num_ranks: int, batch_size: int, most: int) -> int:

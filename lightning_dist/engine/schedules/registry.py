@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 from lightning_dist.engine.schedules.asynchronous import ASYNCHRONOUS
-from lightning_dist.engine.schedules.csv_file import ScheduleFile
+from lightning_dist.engine.schedules.csv_file import ScheduleFile, read_schedule
 from lightning_dist.engine.schedules.family import ScheduleFamily, ranks_from, stages_of_rank
 from lightning_dist.engine.schedules.orders import SYNCHRONOUS, forward_only
 from lightning_dist.engine.schedules.schedule import Schedule
@@ -32,7 +32,8 @@ def find_schedules(name: str) -> ScheduleFamily:
         ValueError: There is no schedule of that name, or the file cannot be read or executed.
     """
     if name.startswith(_FILE):
-        return ScheduleFile.read(name, name.removeprefix(_FILE))
+        schedule = read_schedule(name.removeprefix(_FILE))
+        return ScheduleFile(name, lambda own, _: iter(schedule.ranks[own.rank]), schedule=schedule)
     if name not in FAMILIES:
         near = get_close_matches(name.casefold(), FAMILIES)
         meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""

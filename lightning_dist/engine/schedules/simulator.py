@@ -42,11 +42,12 @@ class StageCosts:
         num_stages: int,
         forward_seconds: float = 1.0,
         backward_seconds: float = 2.0,
-        **others: float,
+        transfer_seconds: float = 0.0,
+        update_seconds: float = 0.0,
     ) -> StageCosts:
         """Creates the costs of ``num_stages`` equal stages, from the times of each."""
-        times = ((forward_seconds,) * num_stages, (backward_seconds,) * num_stages)
-        return cls(*times, **others)
+        forwards, backwards = (forward_seconds,) * num_stages, (backward_seconds,) * num_stages
+        return cls(forwards, backwards, transfer_seconds, update_seconds)
 
     def duration_seconds(self, action: Action) -> float:
         """Returns the time of an action on its rank; sends, receives and reductions take none."""

@@ -38,10 +38,7 @@ class UpdateReport:
 class StalenessMeter:
     """Compares the weights of forwards with those that their update is added to, on one stage.
 
-    Args:
-        release: Releases a version that is not needed any more.
-        history: The staleness of earlier updates.
-        measures_discrepancy: Whether to compare values too.
+    ``release`` is called with each version that is not needed any more.
     """
 
     def __init__(

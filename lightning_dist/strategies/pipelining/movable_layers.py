@@ -118,7 +118,7 @@ class MovableLayers(StageUpdates):
             self.check_peers()  # a rank that failed earlier has not interrupted the new exchange
             moves = exchange.run(
                 self.session.pipeline,
-                self._split,
+                self._split.layers,
                 after,
                 self.optimizers,
                 with_gradients=self.holds_gradients,

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.engine.comms.links import PeerLinks
 from lightning_dist.engine.planning.partition import find_moves
-from lightning_dist.engine.schedules.family import stages_of_rank
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.cut import recut, stage_of_layers, structure_of
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.tensors.patch import replacement
@@ -130,31 +130,21 @@ class Relocation:
 
     Args:
         layers: Layers of the pipelined module, which has been cut.
-        before: Layers per stage now.
+        shape: This rank's part of the pipeline until now.
         after: Layers per stage afterwards.
-        rank_of_stage: The rank of each stage.
-        rank: This rank's index in the pipeline.
         device: Device on which this rank computes.
     """
 
     def __init__(
-        self,
-        layers: Layers,
-        before: tuple[int, ...],
-        after: tuple[int, ...],
-        *,
-        rank_of_stage: tuple[int, ...],
-        rank: int,
-        device: torch.device,
+        self, layers: Layers, shape: PipelineShape, after: tuple[int, ...], device: torch.device
     ) -> None:
-        self.moves = find_moves(before, after, rank_of_stage)
+        self.moves = find_moves(shape.layers_per_stage, after, shape.rank_of_stage)
         self._layers = layers
         self._after = after
-        self._rank = rank
-        self._own_stages = stages_of_rank(rank_of_stage, rank)
+        self._own_stages = shape.stages
         self._device = device
-        self._leaving = [move for move in self.moves if move.source == rank]
-        self._coming = [move for move in self.moves if move.target == rank]
+        self._leaving = [move for move in self.moves if move.source == shape.rank]
+        self._coming = [move for move in self.moves if move.target == shape.rank]
 
     @property
     def targets(self) -> Collection[int]:

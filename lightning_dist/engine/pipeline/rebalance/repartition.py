@@ -126,7 +126,7 @@ class LayerExchange:
     def run(
         self,
         pipeline: Pipeline,
-        split: PipelineSplit,
+        layers: Layers,
         after: tuple[int, ...],
         optimizers: Sequence[Optimizer],
         *,
@@ -137,7 +137,7 @@ class LayerExchange:
 
         Args:
             pipeline: This rank's stages.
-            split: The module's present split.
+            layers: Layers of the pipelined module.
             after: Layers per stage afterwards.
             optimizers: Optimizers of this rank's parameters.
             with_gradients: Whether ``p.grad`` waits for an update.
@@ -146,14 +146,7 @@ class LayerExchange:
         Returns:
             The moves of all ranks of the pipeline.
         """
-        relocation = Relocation(
-            split.layers,
-            split.layers_per_stage,
-            after,
-            rank_of_stage=pipeline.shape.rank_of_stage,
-            rank=pipeline.shape.rank,
-            device=self._device,
-        )
+        relocation = Relocation(layers, pipeline.shape, after, self._device)
         self._links = self._connect(relocation)
         if self._interruption is not None:  # while the channels were opened, or before
             self._links.interrupt(self._interruption)

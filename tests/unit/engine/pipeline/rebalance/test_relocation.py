@@ -56,14 +56,7 @@ def train_moving(cuts: list[tuple[int, ...]], optimizer_name: str, turn: Lock) -
             optimizer.zero_grad()
 
         def cut_anew(after: tuple[int, ...]) -> None:
-            relocation = Relocation(
-                layers,
-                pipeline.shape.layers_per_stage,
-                after,
-                rank_of_stage=pipeline.shape.rank_of_stage,
-                rank=rank,
-                device=torch.device("cpu"),
-            )
+            relocation = Relocation(layers, pipeline.shape, after, torch.device("cpu"))
             links = PeerLinks(
                 {peer: channels[rank, peer] for peer in relocation.targets},
                 {peer: channels[peer, rank] for peer in relocation.sources},
