@@ -44,12 +44,9 @@ _ROUNDING = 1e-4
 
 
 def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> None:
-    """Checks that no attribute of the layers holds a loss that the last stage would miss.
+    """Checks that no attribute of a stage's layers holds a loss that the last stage would miss.
 
-    Args:
-        layers: Layers of a stage that is not the last; their forward is over.
-        stage_index: The stage.
-        output: Output of the stage, with its autograd graph.
+    Their forward is over, and has returned the output with its autograd graph.
 
     Raises:
         ValueError: An attribute holds a tensor with an autograd graph of its own.
@@ -233,12 +230,9 @@ class ModuleCalls:
 
 
 def check_calls(own: CallNotes, last: CallNotes, stages: Sequence[int]) -> None:
-    """Checks that a rank's stages call the module with the values of the last stage.
+    """Checks that a rank's stages, in order, call the module with the values of the last stage.
 
-    Args:
-        own: The notes of this rank.
-        last: Those of the last stage's rank, on which the last stage's come last.
-        stages: The stages of this rank, in order.
+    On the last stage's rank that stage's notes come last.
 
     Raises:
         ValueError: A value differs by more than rounding.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.comms.links import PeerLinks
-from lightning_dist.engine.pipeline.earlier_gradients import EarlierGradients
+from lightning_dist.engine.pipeline.gradients import EarlierGradients
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.dtensor import from_shard, local_part
 
@@ -120,7 +120,8 @@ class TiedSums:
         """
         for peer, names in self._elsewhere.items():
             values = [gradients.get(name) for name in names]
-            self._links.outgoing[peer].send((values, _flags(names, trained)))
+            flags = None if trained is None else [name in trained for name in names]
+            self._links.outgoing[peer].send((values, flags))
         sums = self._add_up(gradients, trained)
         for peer, names in self._here.items():
             self._links.outgoing[peer].send([sums[name] for name in names])
@@ -150,7 +151,7 @@ class TiedSums:
         sums: dict[str, Tensor | None] = {}
         for peer, names in self._here.items():
             parts, flags = self._links.incoming[peer].receive()
-            _check_alike(names, _flags(names, trained), flags)
+            _check_alike(names, trained, flags)
             for name, part in zip(names, parts, strict=True):
                 total = sums.get(name, gradients.get(name))
                 if total is not None and part is not None:
@@ -159,17 +160,13 @@ class TiedSums:
         return {n: None if g is None else self._change(n, g) for n, g in sums.items()}
 
 
-def _flags(names: Sequence[str], trained: Collection[str] | None) -> list[bool] | None:
-    return None if trained is None else [name in trained for name in names]
-
-
 def _check_alike(
-    names: Sequence[str], own: Sequence[bool] | None, others: Sequence[bool] | None
+    names: Sequence[str], trained: Collection[str] | None, others: Sequence[bool] | None
 ) -> None:
-    if own is None or others is None:
+    if trained is None or others is None:
         return
-    rows = zip(names, own, others, strict=True)
-    different = [name for name, here, there in rows if here != there]
+    pairs = zip(names, others, strict=True)
+    different = [name for name, there in pairs if (name in trained) != there]
     if different:
         raise ValueError(
             f"Stages share the parameters {different}, which are frozen on some ranks and trained"

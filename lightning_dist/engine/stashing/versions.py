@@ -59,7 +59,7 @@ class WeightVersion:
 
     index: int
     aliases: Mapping[str, Tensor] = field(default_factory=dict)
-    num_users: int = field(default=0)
+    num_users: int = 0
     copies: Mapping[str, Tensor] = field(default_factory=dict)
     origin: WeightVersion | None = None
 
