@@ -44,13 +44,9 @@ class _Sizes(NamedTuple):
 
 
 class LayerProfiler:
-    """Watches layers from :meth:`start` to :meth:`stop`.
+    """Watches the parts of a rank's layers from :meth:`start` to :meth:`stop`.
 
-    Args:
-        parts: Parts of the rank's layers.
-        recorder: Recorder of the rank that runs the layers.
-        half: How the layers compute in half precision; None if they do not.
-        compiler: Compiler of the stages, paused meanwhile: no hook runs inside of a stage's graph.
+    The stages' compiler is paused meanwhile: no hook runs inside of a stage's graph.
     """
 
     def __init__(

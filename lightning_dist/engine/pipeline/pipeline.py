@@ -271,7 +271,8 @@ class Pipeline:
         own = self.stages.parameters() if divides else []
         self._earlier.set_apart(own)
         hooked: dict[nn.Parameter, Tensor] = {}
-        shared = self.stages.trained(self._shared)
+        named = self.stages.named_parameters() if self._shared else {}
+        shared = {parameter for name, parameter in named.items() if name in self._shared}
         for stage in self.stages.values():
             taken = stage.gradients.take(update)
             if not completes_early:

@@ -1,9 +1,8 @@
 """The interpreter: runs each action of a rank's schedule.
 
-There is no loop for 1F1B here, nor for any other schedule. The order of the work is data, created
-in :mod:`.schedules.orders`, completed by :func:`.lower` and cut into rounds in
-:mod:`.schedules.rounds`. What is left is one method for each kind of action. ``STEP``, and a
-``REDUCE_GRAD`` right before it, belong to the optimizer's owner; the runtime stops there.
+The order of the work is data, created in :mod:`.schedules.orders`, completed by :func:`.lower` and
+cut into rounds in :mod:`.schedules.rounds`. What is left is one method for each kind of action.
+``STEP``, and a ``REDUCE_GRAD`` right before it, belong to the optimizer's owner.
 
 When an action fails, the exception keeps its type and gets a note: which action, on which rank and
 stage, with which shapes.
@@ -72,13 +71,8 @@ class Work:
 class Runtime:
     """Runs the actions of one rank.
 
-    Args:
-        stages: The rank's stages.
-        links: The rank's channels.
-        recorder: Records the spans.
-        loss_weights: Collects the weight of each micro-batch's loss.
-        microbatches_per_update: Micro-batches whose gradients are applied together; None for all.
-        on_complete: Called with an update whose gradients are complete before the update is due.
+    ``microbatches_per_update`` are applied together, None for all. ``on_complete`` is called with
+    an update whose gradients are complete before the update is due.
     """
 
     def __init__(

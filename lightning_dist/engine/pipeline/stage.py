@@ -122,18 +122,8 @@ class ForwardInterceptor:
 class Stage:
     """The layers of one stage, and the micro-batches in flight on it.
 
-    Args:
-        stage_index: Index of the stage.
-        num_stages: Number of stages of the pipeline.
-        seed: Base of all random numbers; data replicas differ in the second integer only.
-        device: Device on which the stage computes.
-        layers: Runs the stage's layers.
-        interceptor: Runs the layers in the user's step.
-        found: The layers of all stages.
-        policy: Decides which weights a forward and its backward see.
-        gradients: Runs the backwards and holds their gradients.
-        meter: Releases the weights, and measures their staleness.
-        calls: Notes the calls of the pipelined module.
+    The ``layers`` run the stage's part of those that were ``found``, in the user's step by the
+    ``interceptor``. Of the ``seed`` data replicas differ in the second integer only.
 
     Attributes:
         in_flight: The micro-batches with their forward done and their backward not, by index.

@@ -1,12 +1,8 @@
-"""A rank's stages, from when they replace the pipelined module's forward until they restore it.
-
-When layers move, the stages are created anew. :class:`OwnStages` keeps the history of the earlier
-stages. Other code holds the mapping, never its values.
-"""
+"""A rank's stages, from when they replace the pipelined module's forward until they restore it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,6 +62,9 @@ class StageOptions:
 
 class OwnStages(Mapping[int, Stage]):
     """The stages by their number.
+
+    When layers move, the stages are created anew, and the history of the earlier ones is kept.
+    Other code holds the mapping, never its values.
 
     Args:
         found: The layers of the pipelined module.
@@ -146,12 +145,6 @@ class OwnStages(Mapping[int, Stage]):
     def parameters(self) -> list[nn.Parameter]:
         """Returns all parameters, trainable or not, each once; stages may share one."""
         return list({id(p): p for s in self.values() for p in s.layers.parameters()}.values())
-
-    def trained(self, names: Collection[str]) -> set[nn.Parameter]:
-        """Returns the trainable parameters of some names, of which two may be one parameter's."""
-        stages = self.values() if names else ()
-        named = (item for stage in stages for item in stage.named_parameters().items())
-        return {parameter for name, parameter in named if name in names}
 
     def layer_profiler(self, recorder: Recorder) -> LayerProfiler:
         """Creates the profiler that times the layers while they train, by the rank's recorder."""

@@ -11,10 +11,9 @@ fewer. So do a root of a mean, or a normalisation over the batch. Of a loss that
 samples, the gradient of one sample does not depend on another sample. That is what
 :func:`compares_samples` asks, by a second derivative: no step is run again for it.
 
-Each stage runs the step up to the call of the pipelined module, the last one all of it. So all
-stages must call the module with the same values. They do not if a step keeps something for the next
-one behind that call, as memory, or changes it on the way: once for each micro-batch and stage.
-:class:`ModuleCalls` compares the first batches' calls.
+Each stage runs the step up to the call of the pipelined module. So all stages must call the module
+with the same values, which :class:`ModuleCalls` compares in the first batches. They do not if a
+step keeps something for the next one behind that call, as memory, or changes it on the way.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """One rank's actions for each batch: training, another batch size, evaluation, drain.
 
-Lightning passes one batch at a time and does not say which is the last. For a synchronous schedule
-a round is the whole schedule. An asynchronous schedule is not flushed between batches. Its round k
-has a rank's actions from the first forward of batch k until before the next batch's. The remaining
-actions are the drain. Rounds are cut out of generated schedules, so there is no second description
-of their order. A steady round is the same for each k but for the indices, so a short schedule holds
-them all.
+For a synchronous schedule a round is the whole schedule. An asynchronous schedule is not flushed
+between batches. Its round k has a rank's actions from the first forward of batch k until before the
+next batch's. The remaining actions are the drain. Rounds are cut out of generated schedules. A
+steady round is the same for each k but for the indices, so a short schedule holds them all.
 """
 
 from __future__ import annotations
@@ -51,12 +49,12 @@ class Stream:
         self._rank_of_stage = rank_of_stage
         self._num_microbatches = num_microbatches
         self._rank = rank
-        # One more than needed, so that the last round is not followed by the tail.
-        self._rounds = (
-            _before_each_batch(self._actions(self.delay + 2), num_microbatches)
-            if self.asynchronous
-            else (self._actions(1),)
-        )
+        if self.asynchronous:
+            # One batch more than needed, so that the last round is not followed by the tail.
+            actions = self._actions(self.delay + 2)
+            self._rounds = _before_each_batch(actions, num_microbatches)
+        else:
+            self._rounds = (self._actions(1),)
 
     def round(self, batch_index: int) -> Round:
         """Returns the round of a batch, counted since the last drain."""
@@ -118,7 +116,7 @@ class Rounds:
         self._shape = shape
         self._schedules = shape.family
         self._stream = self._stream_of(shape.num_microbatches)
-        self._other: dict[int, Round] = {}
+        self._streams = {shape.num_microbatches: self._stream}
         self._forward: dict[int, Round] = {}
         self.update_rule = self._schedules.update_rule
         self.asynchronous, self.delay = self._stream.asynchronous, self._stream.delay
@@ -136,12 +134,10 @@ class Rounds:
 
         The number of micro-batches may differ from the shape's under a synchronous schedule only.
         """
-        if num_microbatches == self._shape.num_microbatches:
-            return self._stream.round(batch_index)
-        assert not self.asynchronous
-        if num_microbatches not in self._other:
-            self._other[num_microbatches] = self._stream_of(num_microbatches).round(0)
-        return self._other[num_microbatches]
+        if num_microbatches not in self._streams:
+            assert not self.asynchronous
+            self._streams[num_microbatches] = self._stream_of(num_microbatches)
+        return self._streams[num_microbatches].round(batch_index)
 
     def evaluation(self, num_microbatches: int) -> Round:
         """Returns the round of an evaluated batch of some micro-batches."""

@@ -1,8 +1,7 @@
 """The number of versions of its weights that a stage holds besides the present one.
 
 The number is counted by playing the schedule as the runtime executes it: a forward records its
-version, and an update adds a version. Formulas would have to know special cases, such as that the
-last stage of ``pipedream_2bw`` updates when nothing is in flight there.
+version, and an update adds a version.
 
 ==========================================  ======================================================
 weights                                     copies on stage s of n

@@ -122,13 +122,11 @@ class Timeline:
     def shifted_to_zero(self) -> Timeline:
         """Returns the same timeline with its first span at zero."""
         start = self.start_seconds
-        return replace(
-            self,
-            spans=tuple(
-                replace(s, start_seconds=s.start_seconds - start, end_seconds=s.end_seconds - start)
-                for s in self.spans
-            ),
+        shifted = (
+            replace(s, start_seconds=s.start_seconds - start, end_seconds=s.end_seconds - start)
+            for s in self.spans
         )
+        return replace(self, spans=tuple(shifted))
 
     def between(self, start_seconds: float, end_seconds: float) -> Timeline:
         """Returns the part of the timeline between two times."""

@@ -94,11 +94,8 @@ def _go_on(
 class Predicted(WeightPolicy):
     """Policy under which a forward sees weights predicted for the time of its update.
 
-    Args:
-        parameters: The stage's parameters with their names, trainable or not.
-        predict: Returns copies of the trainable parameters as they will be some updates later.
-        batch_size: Number of micro-batches of an update, which see the same weights.
-        half: Casts the weights; None if layers compute in the parameters' own precision.
+    ``predict`` returns copies of the trainable parameters as they will be some updates later. The
+    ``batch_size`` micro-batches of an update see the same weights.
     """
 
     def __init__(

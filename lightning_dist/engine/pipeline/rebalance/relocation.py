@@ -128,11 +128,7 @@ def _set(modules: nn.Module, name: str, tensor: Tensor) -> None:
 class Relocation:
     """One rank's part in a change of the partition.
 
-    Args:
-        layers: Layers of the pipelined module, which has been cut.
-        shape: This rank's part of the pipeline until now.
-        after: Layers per stage afterwards.
-        device: Device on which this rank computes.
+    The pipelined module has been cut by the shape, and has the layers per stage ``after`` it.
     """
 
     def __init__(

@@ -135,13 +135,7 @@ class LayerExchange:
     ) -> tuple[Move, ...]:
         """Moves the layers of a pipeline that is empty, as :meth:`.Relocation.run`.
 
-        Args:
-            pipeline: This rank's stages.
-            layers: Layers of the pipelined module.
-            after: Layers per stage afterwards.
-            optimizers: Optimizers of this rank's parameters.
-            with_gradients: Whether ``p.grad`` waits for an update.
-            on_moved: Called when the layers have arrived, before the stages are created anew.
+        ``on_moved`` is called when the layers have arrived, before the stages are created anew.
 
         Returns:
             The moves of all ranks of the pipeline.
