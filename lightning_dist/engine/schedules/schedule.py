@@ -1,15 +1,15 @@
 """A schedule is data: for each rank the order of its actions, and nothing else.
 
-Whether a schedule is valid can be decided without running it. :class:`Execution` plays the actions
-by their dependencies, as far as possible. Validation asks whether all actions were possible, and
-the simulator asks when. So a schedule is valid exactly if it can be simulated. :func:`lower` adds
-communication and updates to compute actions.
+Whether a schedule is valid can be decided without running it. :func:`play` plays the actions by
+their dependencies. Validation asks whether all actions were possible, and the simulator asks when.
+So a schedule is valid exactly if it can be simulated. :func:`lower` adds communication and updates
+to compute actions.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from types import MappingProxyType
@@ -76,10 +76,8 @@ class Schedule:
         """
         self._check_ranges()
         self._check_counts()
-        execution = Execution(self)
-        for _ in execution.run():
+        for _ in play(self):
             pass
-        execution.raise_if_stuck()
         return self
 
     def in_flight(self, rank: int, stage: int | None = None) -> int:
@@ -166,7 +164,7 @@ class Schedule:
         end: dict[Action, int] = {}
         free = [0] * len(self.ranks)
         rows: list[dict[int, Action]] = [{} for _ in self.ranks]
-        for rank, action, needed in Execution(self).run():
+        for rank, action, needed in play(self):
             start = max([free[rank], *(end[other] for other in needed)])
             length = int(action.kind.is_compute)
             if length:
@@ -210,75 +208,68 @@ def lower(schedule: Schedule) -> Schedule:
     return replace(schedule, ranks=ranks)
 
 
-class Execution:
-    """Plays a schedule by its dependencies."""
+def play(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
+    """Yields rank, action and the actions it depends on, in an order that respects these.
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._next = [0] * len(schedule.ranks)
-        self._present = {action for actions in schedule.ranks for action in actions}
-        self._done: set[Action] = set()
+    Raises:
+        ScheduleError: A rank cannot finish; the message names the actions it waits for.
+    """
+    present = {action for actions in schedule.ranks for action in actions}
+    left = [deque(actions) for actions in schedule.ranks]
+    done: set[Action] = set()
+    waiting: dict[Action, list[int]] = {}
+    ready = list(range(len(left)))
+    while ready:
+        rank = ready.pop()
+        while left[rank]:
+            action = left[rank][0]
+            needed = _needs(action, present, schedule.num_stages)
+            blocker = next((other for other in needed if other not in done), None)
+            if blocker is not None:
+                waiting.setdefault(blocker, []).append(rank)
+                break
+            left[rank].popleft()
+            done.add(action)
+            ready.extend(waiting.pop(action, ()))
+            yield rank, action, needed
+    stuck = []
+    for rank, actions in enumerate(left):
+        if actions:
+            needed = _needs(actions[0], present, schedule.num_stages)
+            missing = ", ".join(str(other) for other in needed if other not in done)
+            stuck.append(f"rank {rank} waits with {actions[0]} for {missing}")
+    if stuck:
+        raise ScheduleError(f"Schedule {schedule.name!r} deadlocks: {'; '.join(stuck)}.")
 
-    def run(self) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-        """Yields rank, action and the actions it depends on, in an order that respects these."""
-        waiting: dict[Action, list[int]] = {}
-        ready = list(range(len(self._schedule.ranks)))
-        while ready:
-            rank = ready.pop()
-            while (action := self._peek(rank)) is not None:
-                needed = self._needs(action)
-                blocker = next((other for other in needed if other not in self._done), None)
-                if blocker is not None:
-                    waiting.setdefault(blocker, []).append(rank)
-                    break
-                self._next[rank] += 1
-                self._done.add(action)
-                ready.extend(waiting.pop(action, ()))
-                yield rank, action, needed
 
-    def raise_if_stuck(self) -> None:
-        """Raises ScheduleError if a rank has not finished, and names the actions it waits for."""
-        stuck = []
-        for rank in range(len(self._schedule.ranks)):
-            action = self._peek(rank)
-            if action is not None:
-                missing = [str(other) for other in self._needs(action) if other not in self._done]
-                stuck.append(f"rank {rank} waits with {action} for {', '.join(missing)}")
-        if stuck:
-            raise ScheduleError(f"Schedule {self._schedule.name!r} deadlocks: {'; '.join(stuck)}.")
+def _needs(action: Action, present: Set[Action], num_stages: int) -> tuple[Action, ...]:
+    """Returns the actions that must be done before an action, on its stage and a neighbour."""
+    stage, index = action.stage_index, action.microbatch_index
 
-    def _peek(self, rank: int) -> Action | None:
-        actions, place = self._schedule.ranks[rank], self._next[rank]
-        return actions[place] if place < len(actions) else None
+    def at(other_stage: int, kind: ActionKind) -> Action:
+        return Action(other_stage, kind, index)
 
-    def _needs(self, action: Action) -> tuple[Action, ...]:
-        """Returns the actions that must be done before an action, on its stage and a neighbour."""
-        stage, index = action.stage_index, action.microbatch_index
+    def backward_of(other_stage: int) -> Action:
+        split = at(other_stage, I)
+        return split if split in present else at(other_stage, B)
 
-        def at(other_stage: int, kind: ActionKind) -> Action:
-            return Action(other_stage, kind, index)
-
-        def backward_of(other_stage: int) -> Action:
-            split = at(other_stage, I)
-            return split if split in self._present else at(other_stage, B)
-
-        if action.kind is F:
-            if stage == 0:
-                return ()
-            received = at(stage, ActionKind.RECV_F)
-            return (received,) if received in self._present else (at(stage - 1, F),)
-        if action.kind in (B, I):
-            own = at(stage, F)
-            if stage == self._schedule.num_stages - 1:
-                return (own,)
-            received = at(stage, ActionKind.RECV_B)
-            return (own, received if received in self._present else backward_of(stage + 1))
-        if action.kind is ActionKind.SEND_B:
-            return (backward_of(stage),)
-        if action.kind not in _SOURCES:
+    if action.kind is F:
+        if stage == 0:
             return ()
-        offset, kind = _SOURCES[action.kind]
-        return (at(stage + offset, kind),)
+        received = at(stage, ActionKind.RECV_F)
+        return (received,) if received in present else (at(stage - 1, F),)
+    if action.kind in (B, I):
+        own = at(stage, F)
+        if stage == num_stages - 1:
+            return (own,)
+        received = at(stage, ActionKind.RECV_B)
+        return (own, received if received in present else backward_of(stage + 1))
+    if action.kind is ActionKind.SEND_B:
+        return (backward_of(stage),)
+    if action.kind not in _SOURCES:
+        return ()
+    offset, kind = _SOURCES[action.kind]
+    return (at(stage + offset, kind),)
 
 
 def _missing(

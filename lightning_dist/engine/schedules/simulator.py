@@ -1,6 +1,6 @@
 """Predict a timeline from a schedule and the costs of its stages.
 
-The simulator plays the same dependencies as validation (:class:`.Execution`). Each action starts at
+The simulator plays the same dependencies as validation (:func:`.play`). Each action starts at
 the first moment at which its rank is free and its data has arrived.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
-from lightning_dist.engine.schedules.schedule import Execution, Schedule
+from lightning_dist.engine.schedules.schedule import Schedule, play
 from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 
 _UNKNOWN = float("inf")
@@ -81,14 +81,13 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     end: dict[Action, float] = {}
     free = [0.0] * len(schedule.ranks)
     spans: list[Span] = []
-    execution = Execution(schedule)
     homes = schedule.rank_of_stage
 
     def arrival(source: Action, target: Action) -> float:
         crosses = homes[source.stage_index] != homes[target.stage_index]
         return end[source] + (costs.transfer_seconds if crosses else 0.0)
 
-    for rank, action, needed in execution.run():
+    for rank, action, needed in play(schedule):
         begin = free[rank]
         ready = max((arrival(other, action) for other in needed), default=0.0)
         start = begin if action.kind.is_receive else max(begin, ready)
@@ -96,7 +95,6 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
         end[action] = free[rank] = finish
         if finish > start:
             spans.append(Span(rank, _span_kind(action), action, start, finish))
-    execution.raise_if_stuck()
     return Timeline(len(schedule.ranks), tuple(spans))
 
 
