@@ -118,6 +118,7 @@ class Pipeline:
             self._loss_weights,
             microbatches_per_update=shape.num_microbatches if self.asynchronous else None,
             on_complete=self._complete_early,
+            build=shape.build,
         )
         self.batches_since_drain = 0
         self.num_batches = 0

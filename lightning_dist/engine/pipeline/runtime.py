@@ -5,7 +5,7 @@ cut into rounds in :mod:`.schedules.rounds`. What is left is one method for each
 ``STEP``, and a ``REDUCE_GRAD`` right before it, belong to the optimizer's owner.
 
 When an action fails, the exception keeps its type and gets a note: which action, on which rank and
-stage, with which shapes.
+stage, with which shapes, and where in the schedule.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lightning_dist.engine.pipeline.stage import Stage, Step
 from lightning_dist.engine.pipeline.step_checks import compares_samples, warn_of_comparison
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.tensors.tree import flatten
 
@@ -72,7 +73,8 @@ class Runtime:
     """Runs the actions of one rank.
 
     ``microbatches_per_update`` are applied together, None for all. ``on_complete`` is called with
-    an update whose gradients are complete before the update is due.
+    an update whose gradients are complete before the update is due. ``build`` returns one flush of
+    the schedule, which is drawn around an action that fails.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Runtime:
         *,
         microbatches_per_update: int | None,
         on_complete: Callable[[int], None],
+        build: Callable[[], Schedule],
     ) -> None:
         self._stages = stages
         self._links = links
@@ -91,6 +94,7 @@ class Runtime:
         self._loss_weights = loss_weights
         self._microbatches_per_update = microbatches_per_update
         self._on_complete = on_complete
+        self._build = build
         self._received: dict[Place, Any] = {}
         self._results: dict[Place, Any] = {}
         self._gradients_in: dict[Place, WeighedGradients] = {}
@@ -260,7 +264,11 @@ class Runtime:
         if index in self._stages[action.stage_index].in_flight:
             flight = self._stages[action.stage_index].in_flight[index]
             lines.append(f"  layer input: {_describe(flight.layer_input)}")
-        return "\n".join(lines)
+        schedule = self._build()  # here, since all ranks' actions are many more than this one's
+        # A later minibatch is drawn at an equal one's place.
+        mark = replace(action, microbatch_index=min(index, schedule.num_microbatches - 1))
+        lines.append(f"Schedule {schedule.name}, one row per rank:")
+        return "\n".join([*lines, schedule.format_grid(mark=mark)])
 
 
 def _describe(tree: Any) -> str:

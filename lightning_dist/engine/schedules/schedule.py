@@ -28,7 +28,6 @@ _SOURCES: Mapping[ActionKind, tuple[int, ActionKind]] = MappingProxyType(
         ActionKind.RECV_B: (1, ActionKind.SEND_B),
     }
 )
-_MOST_COLUMNS = 40
 _MOST_NAMED = 8  # one number too large in a file would make millions of others missing
 
 
@@ -133,31 +132,46 @@ class Schedule:
                 f"Schedule {self.name!r} has whole backwards {both} of what it also parts in two."
             )
 
-    def format_grid(self) -> str:
+    def format_grid(self, mark: Action | None = None, max_columns: int = 40) -> str:
         """Draws the compute actions as a table, a row per rank and a column per time slot.
 
-        Of a long schedule only the first slots are drawn.
+        Args:
+            mark: Action to put between ``>`` and ``<``; a send or receive marks what it belongs to.
+            max_columns: Largest number of slots to draw, around the mark.
         """
         slots = self._slots()
+        marked = None if mark is None else self._compute_action_of(mark)
         width = 1 + max((slot for row in slots for slot in row), default=0)
-        columns = range(min(width, _MOST_COLUMNS))
+        place = next((s for row in slots for s, a in row.items() if a == marked), 0)
+        first = min(max(0, place - max_columns // 2), max(0, width - max_columns))
+        columns = range(first, min(width, first + max_columns))
+
         shares_ranks = len(self.ranks) < self.num_stages
 
-        def text(action: Action | None) -> str:
+        def text(row: dict[int, Action], slot: int) -> str:
+            action = row.get(slot)
             if action is None:
                 return "."
             # With one stage per rank, a row's number is its stage's.
-            return str(action) if shares_ranks else f"{action.kind}{action.microbatch_index}"
+            short = str(action) if shares_ranks else f"{action.kind.value}{action.microbatch_index}"
+            return f">{short}<" if action == marked else short
 
-        cells = [[text(row.get(slot)) for slot in columns] for row in slots]
+        cells = [[text(row, slot) for slot in columns] for row in slots]
         size = max((len(cell) for row in cells for cell in row), default=1)
         lines = [
             f"rank {rank:>2}  " + " ".join(cell.center(size) for cell in row).rstrip()
             for rank, row in enumerate(cells)
         ]
         if len(columns) < width:
-            lines.append(f"(slots 0 to {columns.stop - 1} of {width})")
+            lines.append(f"(slots {columns.start} to {columns.stop - 1} of {width})")
         return "\n".join(lines)
+
+    def _compute_action_of(self, action: Action) -> Action:
+        forward = action.kind in (F, ActionKind.SEND_F, ActionKind.RECV_F)
+        whole = replace(action, kind=F if forward else B)
+        split = replace(action, kind=W if action.kind is W else I)
+        present = {a for actions in self.ranks for a in actions}
+        return split if whole not in present and split in present else whole
 
     def _slots(self) -> list[dict[int, Action]]:
         """Places each compute action in the first unit of time in which it can be done."""

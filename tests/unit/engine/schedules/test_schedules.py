@@ -252,14 +252,17 @@ def test_the_referee_finds_a_communication_deadlock() -> None:
         replace(schedule, ranks=tuple(tuple(rank) for rank in ranks)).validate()
 
 
-def test_the_grid_has_a_row_for_each_rank() -> None:
+def test_the_grid_marks_an_action() -> None:
     schedule = build_schedule("1f1b", num_stages=2, num_microbatches=2)
     assert schedule.format_grid().splitlines() == [
         "rank  0  F0 F1 .  B0 .  B1",
         "rank  1  .  F0 B0 F1 B1 .",
     ]
+    marked = schedule.format_grid(mark=Action.parse("1RECV_F1"))
+    assert ">F1<" in marked.splitlines()[1]
     long = build_schedule("gpipe", num_stages=2, num_microbatches=100)
-    assert "of 202" in long.format_grid()
+    assert "of 202" in long.format_grid(mark=Action.parse("0B70"))
+    assert ">B70<" in long.format_grid(mark=Action.parse("0B70"))
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0)])
