@@ -72,9 +72,9 @@ class Work:
 class Runtime:
     """Runs the actions of one rank.
 
-    ``microbatches_per_update`` are applied together, None for all. ``on_complete`` is called with
-    an update whose gradients are complete before the update is due. ``build`` returns one flush of
-    the schedule, which is drawn around an action that fails.
+    The gradients of ``microbatches_per_update`` are applied together; None means those of all.
+    ``on_complete`` is called with an update whose gradients are complete before the update is due.
+    ``build`` returns one flush of the schedule, which is drawn around an action that fails.
     """
 
     def __init__(

@@ -122,8 +122,8 @@ class ForwardInterceptor:
 class Stage:
     """The layers of one stage, and the micro-batches in flight on it.
 
-    The ``layers`` run the stage's part of those that were ``found``, in the user's step by the
-    ``interceptor``. Of the ``seed`` data replicas differ in the second integer only.
+    ``layers`` runs the stage's part of ``found``, the layers of all stages; ``interceptor`` lets it
+    do so in the user's step. Data replicas differ in the second integer of ``seed`` only.
 
     Attributes:
         in_flight: The micro-batches with their forward done and their backward not, by index.

@@ -74,7 +74,7 @@ class TiedSums:
 
     @torch.no_grad()
     def share(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sets all copies to the same values; the parameters may be frozen. Collective."""
+        """Sets all copies to the same values, frozen ones too. Collective: all ranks must call."""
         for peer, names in self._here.items():
             copies = [local_part(parameters[name].detach()).clone() for name in names]
             self._links.outgoing[peer].send(copies)

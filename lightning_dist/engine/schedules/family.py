@@ -38,7 +38,7 @@ def stages_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
 def ranks_from(
     order: Order, rank_of_stage: tuple[int, ...], count: int, only_rank: int | None = None
 ) -> tuple[tuple[Action, ...], ...]:
-    """Returns each rank's actions for some micro-batches; of one rank only, if it is given."""
+    """Returns each rank's actions for ``count`` micro-batches; or those of ``only_rank``."""
     num_ranks = max(rank_of_stage) + 1
 
     def of_rank(rank: int) -> tuple[Action, ...]:

@@ -136,7 +136,7 @@ class PipelineShape:
         return stages_of_rank(self.rank_of_stage, self.rank)
 
     def build(self, num_batches: int | None = None) -> Schedule:
-        """Builds the schedule of compute actions; None batches take as many as until it repeats."""
+        """Builds the schedule of compute actions; None takes batches until the rounds repeat."""
         if num_batches is None:
             rule = self.family.update_rule
             num_batches = rule.steady_batches(self.num_stages, self.num_microbatches)

@@ -70,7 +70,7 @@ def values_of(modules: nn.Module, *, with_gradients: bool) -> LayerValues:
 
 
 class Exchanged:
-    """Replaces tensors in modules, by ones on a device; what places share they share afterwards."""
+    """Replaces tensors in modules; one that several places share stays shared."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -128,7 +128,8 @@ def _set(modules: nn.Module, name: str, tensor: Tensor) -> None:
 class Relocation:
     """One rank's part in a change of the partition.
 
-    The pipelined module has been cut by the shape, and has the layers per stage ``after`` it.
+    ``shape`` is this rank's part of the pipeline, by which the module has been cut, and ``after``
+    has the layers per stage afterwards.
     """
 
     def __init__(
