@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -125,16 +125,9 @@ def removed_on_failure(temporary: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        discard(temporary)
+        with suppress(OSError):  # it would hide the other one
+            remove(temporary)
         raise
-
-
-def discard(path: Path) -> None:
-    """Removes a directory or a file of a failed save, without an error that would hide another."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def write(path: Path, write_to: Callable[[BinaryIO], object]) -> None:

@@ -24,10 +24,9 @@ import io
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -157,17 +156,8 @@ def load_sharded(
     return checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a rank writes of a sharded checkpoint.
-
-    Attributes:
-        tensors: This rank's tensors, keyed as in the files.
-        rest: The checkpoint without its tensors; that of modules and optimizers from all ranks.
-    """
-
-    tensors: dict[str, Tensor]
-    rest: dict[str, Any]
+Parts: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
+"""This rank's tensors, keyed as in the files, and the checkpoint without tensors, of all ranks."""
 
 
 def save_sharded(
@@ -196,7 +186,7 @@ def split_parts(checkpoint: Mapping[str, Any], group: dist.ProcessGroup | None) 
         group: As for :func:`save_sharded`.
     """
     tensors, rest = _split(checkpoint)
-    return Parts(tensors, {**rest, **_gather_rest(rest, group)})
+    return tensors, {**rest, **_gather_rest(rest, group)}
 
 
 def write_parts(
@@ -208,13 +198,11 @@ def write_parts(
     """
     from lightning_dist.engine.checkpoint.shards import write_shards  # its docstring says why here
 
-    place = place_of(path)
-    save = JointSave(path, group)
-    draft = save.open(place)
-    with save.discarded_on_failure(draft):
-        save.step(partial(write_shards, parts.tensors, draft.path, group))
+    (tensors, rest), place, save = parts, place_of(path), JointSave(path, group)
+    with save.draft(place) as draft:
+        save.step(partial(write_shards, tensors, draft.path, group))
         help_text = _README.format(command=merge_command(os.path.basename(path)))
-        save.step_of_first(partial(place.publish, draft, parts.rest, help_text))
+        save.step_of_first(partial(place.publish, draft, rest, help_text))
 
 
 def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

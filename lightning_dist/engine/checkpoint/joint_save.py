@@ -65,7 +65,6 @@ class JointSave:
         self._path = path
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
-        self.is_first = self._rank == 0
 
     def step(self, action: Callable[[], Any]) -> list[Any]:
         """Runs an action on each rank. Collective: every rank must call it.
@@ -87,10 +86,13 @@ class JointSave:
 
     def step_of_first(self, action: Callable[[], Any]) -> Any:
         """Runs an action on the first rank, and returns its result on all; see :meth:`step`."""
-        return self.step(action if self.is_first else lambda: None)[0]
+        return self.step(action if self._rank == 0 else lambda: None)[0]
 
-    def open(self, place: Place) -> Draft:
-        """Creates an empty folder that each rank sees. Collective: every rank must call it.
+    @contextmanager
+    def draft(self, place: Place) -> Iterator[Draft]:
+        """Creates an empty folder that each rank sees, and removes it if the save fails.
+
+        Collective: every rank must enter it.
 
         Args:
             place: Where the checkpoint is to be.
@@ -100,17 +102,11 @@ class JointSave:
         """
         name = self.step_of_first(lambda: uuid4().hex)
         draft = place.draft(name)
-        with self.discarded_on_failure(draft):
-            self._check_seen(draft, mark=f".seen.{name}")
-        return draft
-
-    @contextmanager
-    def discarded_on_failure(self, draft: Draft) -> Iterator[None]:
-        """Returns a context manager that removes a draft if the save fails."""
         try:
-            yield
+            self._check_seen(draft, mark=f".seen.{name}")
+            yield draft
         except BaseException:
-            if self.is_first:
+            if self._rank == 0:
                 draft.discard()
             raise
 
@@ -118,7 +114,7 @@ class JointSave:
         # The mark is in no folder of this path on another disk.
         self.step_of_first(lambda: draft.make_marked(mark))
         reports, _ = self._reports(lambda: _is_seen(draft, mark))
-        if self.is_first:
+        if self._rank == 0:
             draft.unmark(mark)
         blind = [(rank, r.host) for rank, r in enumerate(reports) if not r.result]
         if blind:

@@ -30,7 +30,12 @@ from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.places import is_local
 
-METADATA_FILE = ".metadata"
+_WRITTEN = (  # the modules of what torch writes; `pathlib._local` is that of Python 3.13
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "pathlib",
+    "pathlib._local",
+)
 
 
 class ShardReader(FileSystemReader):
@@ -49,7 +54,7 @@ class ShardReader(FileSystemReader):
 
             self.fs = FileSystem()  # type: ignore[assignment]
             self.path = self.fs.init_path(path)
-        index = self.fs.concat_path(self.path, METADATA_FILE)
+        index = self.fs.concat_path(self.path, ".metadata")
         with self.fs.create_stream(index, "rb") as file:
             self.metadata = _read(cast(BinaryIO, file), index)
 
@@ -67,38 +72,13 @@ def reason_of(error: BaseException) -> str:
 class _Record:
     """An object as the file describes it: constructor arguments and state."""
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
         # In place of `__dict__.update`, which would let a file replace attributes of a class too.
         self.state = state
-
-
-_WRITTEN = (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-    # A private name of torch, whose index has one for each piece of a tensor.
-    torch_files._StorageInfo,
-)
-_RECORDS = {(c.__module__, c.__name__): type(c.__name__, (_Record,), {}) for c in _WRITTEN}
-_RECORDS |= {
-    (module, name): type(name, (_Record,), {})
-    for module, name in (
-        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-        ("torch.serialization", "_get_layout"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "WindowsPath"),
-        ("pathlib._local", "PosixPath"),  # Python 3.13
-        ("pathlib._local", "WindowsPath"),
-    )
-}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -106,8 +86,8 @@ class _Unpickler(pickle.Unpickler):
 
     @override
     def find_class(self, module_name: str, name: str) -> Any:
-        if (module_name, name) in _RECORDS:
-            return _RECORDS[module_name, name]
+        if module_name in _WRITTEN or (module_name, name) == ("torch.serialization", "_get_layout"):
+            return type(name, (_Record,), {})
         found = getattr(torch, name, None) if module_name == "torch" else None
         if found is torch.Size or isinstance(found, torch.dtype):
             return found
@@ -116,7 +96,13 @@ class _Unpickler(pickle.Unpickler):
 
 def _read(file: BinaryIO, path: str | os.PathLike[str]) -> Metadata:
     try:
-        return _metadata(file)
+        state = _state(_Unpickler(file).load(), "Metadata")
+        return Metadata(
+            {str(name): _storage(record) for name, record in state["state_dict_metadata"].items()},
+            storage_data={_index(key): _place(v) for key, v in state["storage_data"].items()},
+            storage_meta=StorageMeta(),
+            version=state.get("version"),
+        )
     except Exception as error:
         raise ValueError(
             f"{path} is no index of shards that torch writes: {error}. None of it was loaded."
@@ -125,18 +111,8 @@ def _read(file: BinaryIO, path: str | os.PathLike[str]) -> Metadata:
         ) from error
 
 
-def _metadata(file: BinaryIO) -> Metadata:
-    state = _state(_Unpickler(file).load(), "Metadata")
-    return Metadata(
-        {str(name): _storage(record) for name, record in state["state_dict_metadata"].items()},
-        storage_data={_index(key): _place(v) for key, v in state["storage_data"].items()},
-        storage_meta=StorageMeta(),
-        version=state.get("version"),
-    )
-
-
 def _state(record: Any, name: str) -> dict[str, Any]:
-    if type(record) not in _RECORDS.values() or type(record).__name__ != name:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
         raise ValueError(f"it has a {type(record).__name__} for a {name}")
     return dict(record.state or {})
 

@@ -19,11 +19,11 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from fsspec.core import url_to_fs
-from typing_extensions import override
+from fsspec.implementations.local import LocalFileSystem
 
 from lightning_dist.engine.checkpoint import directory
 
@@ -34,36 +34,63 @@ _SHARDS = "shards"  # in the marker at a URL: the name of the shards' folder
 _PREFIX = "shards-"  # of that name
 
 
-class Draft(Protocol):
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is one of the operating system, not a URL."""
+    return "://" not in os.fspath(path)
+
+
+class Draft:
     """A folder for the shards of a save that is under way.
 
-    Attributes:
+    Args:
         path: The folder's path or URL, as torch takes it; the same on all ranks.
     """
 
-    path: Path | str
+    def __init__(self, path: Path | str) -> None:
+        self.path = path
+        self._files: Any = LocalFileSystem()
+        self._root = str(path)
+        if isinstance(path, str):
+            self._files, self._root = url_to_fs(path)
 
     def make_marked(self, name: str) -> None:
-        """Creates the empty folder, with an empty file in it."""
+        """Creates the empty folder, with a file in it."""
+        if isinstance(self.path, Path):  # the name is that of a killed save's folder, too
+            directory.remove(self.path)
+        self._files.makedirs(self._root, exist_ok=True)
+        self._files.pipe_file(f"{self._root}/{name}", b"seen")
 
     def has(self, name: str) -> bool:
         """Returns whether this rank sees a file of the folder."""
+        self._files.invalidate_cache()  # some file systems remember what was not there
+        return bool(self._files.exists(f"{self._root}/{name}"))
 
     def unmark(self, name: str) -> None:
-        """Removes a file of the folder, if there is one."""
+        """Removes a file of the folder."""
+        self._files.rm_file(f"{self._root}/{name}")
 
     def discard(self) -> None:
         """Removes the folder, if there is one, without an error."""
+        with suppress(Exception):  # the next save removes it
+            if self._files.exists(self._root):
+                self._files.rm(self._root, recursive=True)
 
 
-class Place(Protocol):
-    """A place for one sharded checkpoint."""
+class DiskPlace:
+    """A directory for one sharded checkpoint, on a file system that all ranks share."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     def has_checkpoint(self) -> bool:
         """Returns whether there is a whole checkpoint."""
+        return (directory.resolve(self._path) / MARKER).is_file()
 
-    def load_marker(self, weights_only: bool | None) -> tuple[dict[str, Any], Path | str]:
-        """Loads what the marker holds, and returns it with the path or URL of the shards."""
+    def load_marker(self, weights_only: bool | None) -> tuple[dict[str, Any], Path]:
+        """Loads what the marker holds, and returns it with the path of the shards."""
+        resolved = directory.resolve(self._path)
+        loaded = torch.load(resolved / MARKER, map_location="cpu", weights_only=weights_only)
+        return loaded, resolved
 
     def draft(self, name: str) -> Draft:
         """Returns the folder for a new save's shards.
@@ -71,6 +98,8 @@ class Place(Protocol):
         Args:
             name: A name that no other save has, the same on all ranks.
         """
+        # One name for all saves: the next one removes what a killed one has left.
+        return Draft(directory.temporary_name(self._path))
 
     def publish(self, draft: Draft, rest: Mapping[str, Any], help_text: str) -> None:
         """Makes a draft the checkpoint, in one operation, and removes the checkpoint before.
@@ -80,134 +109,40 @@ class Place(Protocol):
             rest: The checkpoint without its tensors.
             help_text: Text of a file that tells a reader of the directory what it is.
         """
-
-    def withdraw(self) -> None:
-        """Removes the checkpoint; at each instant it is whole or not there."""
-
-
-def is_local(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is one of the operating system, not a URL."""
-    return "://" not in os.fspath(path)
-
-
-def place_of(path: str | os.PathLike[str]) -> Place:
-    """Returns the place of a path or a URL."""
-    return DiskPlace(Path(path)) if is_local(path) else UrlPlace(os.fspath(path))
-
-
-class DiskDraft(Draft):
-    """A directory under a temporary name."""
-
-    def __init__(self, path: Path) -> None:
-        self.path: Path = path
-
-    @override
-    def make_marked(self, name: str) -> None:
-        directory.remove(self.path)
-        self.path.mkdir(parents=True)
-        (self.path / name).touch()
-
-    @override
-    def has(self, name: str) -> bool:
-        return (self.path / name).exists()
-
-    @override
-    def unmark(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
-
-    @override
-    def discard(self) -> None:
-        directory.discard(self.path)
-
-
-class DiskPlace(Place):
-    """A directory of a file system that all ranks share."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @override
-    def has_checkpoint(self) -> bool:
-        return (directory.resolve(self._path) / MARKER).is_file()
-
-    @override
-    def load_marker(self, weights_only: bool | None) -> tuple[dict[str, Any], Path]:
-        resolved = directory.resolve(self._path)
-        loaded = torch.load(resolved / MARKER, map_location="cpu", weights_only=weights_only)
-        return loaded, resolved
-
-    @override
-    def draft(self, name: str) -> DiskDraft:
-        # One name for all saves: the next one removes what a killed one has left.
-        return DiskDraft(directory.temporary_name(self._path))
-
-    @override
-    def publish(self, draft: Draft, rest: Mapping[str, Any], help_text: str) -> None:
         folder = Path(draft.path)
         directory.write(folder / _README, lambda file: file.write(help_text.encode()))
         directory.write(folder / MARKER, lambda file: torch.save(dict(rest), file))
         directory.publish(folder, self._path)
 
-    @override
     def withdraw(self) -> None:
+        """Removes the checkpoint; at each instant it is whole or not there."""
         directory.withdraw(self._path)
 
 
-class UrlDraft(Draft):
-    """A folder of shards beside others."""
-
-    def __init__(self, url: str) -> None:
-        self.path: str = url
-        self._files, self._root = url_to_fs(url)
-
-    @override
-    def make_marked(self, name: str) -> None:
-        self._files.makedirs(self._root, exist_ok=True)
-        self._files.pipe_file(f"{self._root}/{name}", b"seen")
-
-    @override
-    def has(self, name: str) -> bool:
-        self._files.invalidate_cache()  # some file systems remember what was not there
-        found: bool = self._files.exists(f"{self._root}/{name}")
-        return found
-
-    @override
-    def unmark(self, name: str) -> None:
-        if self.has(name):
-            self._files.rm_file(f"{self._root}/{name}")
-
-    @override
-    def discard(self) -> None:
-        with suppress(Exception):  # the next save to this URL removes it
-            if self._files.exists(self._root):
-                self._files.rm(self._root, recursive=True)
-
-
-class UrlPlace(Place):
-    """A URL of a file system that fsspec knows, an object store for example."""
+class UrlPlace:
+    """A URL for one, of a file system that fsspec knows; see :class:`DiskPlace`."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._files, self._root = url_to_fs(self._url)
 
-    @override
     def has_checkpoint(self) -> bool:
+        """Returns whether there is a marker."""
         self._files.invalidate_cache()
-        found: bool = self._files.exists(f"{self._root}/{MARKER}")
-        return found
+        return bool(self._files.exists(f"{self._root}/{MARKER}"))
 
-    @override
     def load_marker(self, weights_only: bool | None) -> tuple[dict[str, Any], str]:
+        """Loads what the marker holds, and returns it with the URL of the shards."""
         marker = io.BytesIO(self._files.cat_file(f"{self._root}/{MARKER}"))  # in one request
         loaded = torch.load(marker, map_location="cpu", weights_only=weights_only)
         return loaded, f"{self._url}/{_checked(loaded.pop(_SHARDS, None), self._url)}"
 
-    @override
-    def draft(self, name: str) -> UrlDraft:
-        return UrlDraft(f"{self._url}/{_PREFIX}{name}")
+    def draft(self, name: str) -> Draft:
+        """Returns a folder beside the others."""
+        return Draft(f"{self._url}/{_PREFIX}{name}")
 
-    @override
     def publish(self, draft: Draft, rest: Mapping[str, Any], help_text: str) -> None:
+        """Writes the marker, and removes the shards of other saves."""
         kept = str(draft.path).rpartition("/")[2]
         marker = io.BytesIO()
         torch.save({**rest, _SHARDS: kept}, marker)
@@ -217,14 +152,22 @@ class UrlPlace(Place):
         for path in self._files.ls(self._root, detail=False):
             name = path.rstrip("/").rpartition("/")[2]
             if name.startswith(_PREFIX) and name != kept:
-                UrlDraft(f"{self._url}/{name}").discard()
+                Draft(f"{self._url}/{name}").discard()
 
-    @override
     def withdraw(self) -> None:
+        """Removes the marker, then all else."""
         if self.has_checkpoint():
             self._files.rm_file(f"{self._root}/{MARKER}")
         if self._files.exists(self._root):
             self._files.rm(self._root, recursive=True)
+
+
+Place: TypeAlias = DiskPlace | UrlPlace
+
+
+def place_of(path: str | os.PathLike[str]) -> Place:
+    """Returns the place of a path or a URL."""
+    return DiskPlace(Path(path)) if is_local(path) else UrlPlace(os.fspath(path))
 
 
 def _checked(name: Any, url: str) -> str:

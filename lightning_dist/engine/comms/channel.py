@@ -9,10 +9,10 @@ of one rank or between ranks that are threads of a test.
 
 from __future__ import annotations
 
+import contextlib
 import queue
-from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 from typing_extensions import override
@@ -76,62 +76,88 @@ class Receiver(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A tree on its way."""
-
-    tree: Any
-    tag: int
-
-
 class Inbox:
-    """Sorts the messages of a queue by tag.
+    """What has come from a sender, by tag, for the thread that waits for it.
 
     Args:
-        take: Waits for the next message.
+        peer: Global rank of the sender.
+        timeout_seconds: How long :meth:`next` waits; None waits for ever.
+        cause_seconds: How long :meth:`next` waits for the cause when the sender is gone.
     """
 
-    def __init__(self, take: Callable[[], Message]) -> None:
-        self._take = take
-        self._waiting: dict[int, deque[Message]] = {}
+    def __init__(
+        self, peer: int = 0, timeout_seconds: float | None = None, cause_seconds: float = 0.0
+    ) -> None:
+        self._peer = peer
+        self._timeout_seconds = timeout_seconds
+        self._cause_seconds = cause_seconds
+        self._come: queue.SimpleQueue[tuple[int, Any] | BaseException] = queue.SimpleQueue()
+        self._waiting: defaultdict[int, deque[Any]] = defaultdict(deque)
+        self._failure: BaseException | None = None
 
-    def next(self, tag: int) -> Message:
-        """Waits for the next message with a tag, and keeps messages with other tags for later."""
-        while not self._waiting.get(tag):
-            message = self._take()
-            self._waiting.setdefault(message.tag, deque()).append(message)
+    def put(self, item: Any, tag: int = 0) -> None:
+        """Adds an item; called on any thread."""
+        self._come.put((tag, item))
+
+    def fail(self, error: BaseException) -> None:
+        """Lets the present and each later :meth:`next` raise an error, behind the earlier items."""
+        self._come.put(error)
+
+    def next(self, tag: int = 0) -> Any:
+        """Waits for the next item with a tag, and keeps items with other tags for later.
+
+        Raises:
+            PeerLostError: The sender is gone.
+            TimeoutError: Nothing came in time.
+        """
+        while not self._waiting[tag]:
+            of, item = self._take()
+            self._waiting[of].append(item)
         found = self._waiting[tag].popleft()
         if not self._waiting[tag]:
             del self._waiting[tag]
         return found
+
+    def _take(self) -> tuple[int, Any]:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            item = self._come.get(timeout=self._timeout_seconds)
+        except queue.Empty:
+            raise TimeoutError(
+                f"Nothing came from rank {self._peer} for timeout_s={self._timeout_seconds:g}"
+                " seconds. Raise `timeout_s` if a step may take longer than that."
+            ) from None
+        if not isinstance(item, BaseException):
+            return item
+        self._failure = item
+        if isinstance(item, PeerLostError):  # another error tells the cause
+            with contextlib.suppress(queue.Empty):
+                later = self._come.get(timeout=self._cause_seconds)
+                if isinstance(later, BaseException):
+                    self._failure = later
+        raise self._failure
 
 
 class MemoryChannel(Sender, Receiver):
     """Both ends of a channel; sent tensors are detached."""
 
     def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
-        self._inbox = Inbox(self._take)
+        self._inbox = Inbox()
 
     @override
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
         tensors, skeleton = flatten(tree)
         cut = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        self._messages.put(Message(unflatten(cut, skeleton), tag))
+        self._inbox.put(unflatten(cut, skeleton), tag)
 
     @override
     def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
-        return self._inbox.next(tag).tree
-
-    def _take(self) -> Message:
-        message = self._messages.get()
-        if isinstance(message, BaseException):
-            raise message
-        return message
+        return self._inbox.next(tag)
 
     @override
     def interrupt(self, error: BaseException) -> None:
-        self._messages.put(error)
+        self._inbox.fail(error)
 
     @override
     def close(self, *, failed: bool = False) -> None:

@@ -26,15 +26,13 @@ from typing_extensions import override
 from lightning_dist.engine.comms.channel import (
     ChannelClosedError,
     Inbox,
-    Message,
     PeerLostError,
     Receiver,
     Sender,
 )
-from lightning_dist.engine.comms.in_flight import CLOSE_SECONDS, Arrivals, HostOutbox
+from lightning_dist.engine.comms.in_flight import CLOSE_SECONDS, HostOutbox
 from lightning_dist.engine.comms.packet import (
     Memory,
-    PacketHeader,
     PacketKind,
     PacketLayout,
     TensorInfo,
@@ -76,11 +74,10 @@ class DistributedSender(Sender):
         schema = pickle.dumps((skeleton, infos))
         parts: list[Tensor] = []
         if schema != self._schema:
-            header = PacketHeader(PacketKind.SCHEMA, len(schema))
-            announcement = _packed(self._layout, [], header)
+            announcement = _packed(self._layout, PacketKind.SCHEMA, len(schema))
             parts = [announcement, torch.frombuffer(bytearray(schema), dtype=torch.uint8)]
             self._schema, self._layout = schema, PacketLayout(infos)
-        packet = _packed(self._layout, tensors, PacketHeader(PacketKind.TREE, tag=tag))
+        packet = _packed(self._layout, PacketKind.TREE, tag, tensors)
         self._transmit([*parts, packet], copied=_event_after(tensors))
 
     @override
@@ -88,7 +85,7 @@ class DistributedSender(Sender):
         if self._group is None:
             return
         with contextlib.suppress(PeerLostError):
-            self._transmit([_packed(self._layout, [], PacketHeader(PacketKind.CLOSE))])
+            self._transmit([_packed(self._layout, PacketKind.CLOSE)])
         self._outbox.close()
         # Kept in a reference cycle, a group could be freed in a forked process, where gloo would
         # wait for threads that are not there.
@@ -127,12 +124,14 @@ def _event_after(tensors: Sequence[Tensor]) -> torch.Event | None:
     return event
 
 
-def _packed(layout: PacketLayout, tensors: Sequence[Tensor], header: PacketHeader) -> Tensor:
+def _packed(
+    layout: PacketLayout, kind: PacketKind, value: int = 0, tensors: Sequence[Tensor] = ()
+) -> Tensor:
     """Copies tensors and a header into a new packet."""
     is_pinned = any(tensor.device.type != "cpu" for tensor in tensors)
     packet = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     memory: Memory = packet.numpy()
-    write_header(memory, header)
+    write_header(memory, kind, value)
     for place, tensor in zip(layout.tensors(memory), tensors, strict=False):
         place.copy_(tensor.detach(), non_blocking=True)
     return packet
@@ -162,8 +161,7 @@ class DistributedReceiver(Receiver):
         self._device = device
         self._skeleton: Any = None
         self._layout = PacketLayout()
-        self._arrivals = Arrivals(peer, timeout_seconds, cause_seconds)
-        self._inbox = Inbox(self._arrivals.next)
+        self._inbox = Inbox(peer, timeout_seconds, cause_seconds)
         # The group goes with the thread. Kept in a reference cycle, it could be freed in a forked
         # process, where gloo would wait for threads that are not there.
         self._thread = threading.Thread(
@@ -173,11 +171,11 @@ class DistributedReceiver(Receiver):
 
     @override
     def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
-        return self._inbox.next(tag).tree
+        return self._inbox.next(tag)
 
     @override
     def interrupt(self, error: BaseException) -> None:
-        self._arrivals.put(error)
+        self._inbox.fail(error)
 
     @override
     def close(self, *, failed: bool = False) -> None:
@@ -189,29 +187,29 @@ class DistributedReceiver(Receiver):
             while self._receive_packet(group) is not PacketKind.CLOSE:
                 pass
         except Exception as error:  # a waiting thread must learn of it
-            self._arrivals.put(error)
+            self._inbox.fail(error)
         else:
-            self._arrivals.put(ChannelClosedError(f"Rank {self._peer} has closed the channel."))
+            self._inbox.fail(ChannelClosedError(f"Rank {self._peer} has closed the channel."))
 
     def _receive_packet(self, group: dist.ProcessGroup) -> PacketKind:
         packet = torch.empty(self._layout.num_bytes, dtype=torch.uint8)
         self._receive_into(packet, group)
         memory: Memory = packet.numpy()
-        header = read_header(memory)
-        if header.kind is PacketKind.TREE:
+        kind, value = read_header(memory)
+        if kind is PacketKind.TREE:
             tensors = [
                 (host if info.is_on_host else host.to(self._device)).requires_grad_(
                     info.requires_grad
                 )
                 for info, host in zip(self._layout.infos, self._layout.tensors(memory), strict=True)
             ]
-            self._arrivals.put(Message(unflatten(tensors, self._skeleton), header.tag))
-        elif header.kind is PacketKind.SCHEMA:
-            schema = torch.zeros(header.num_bytes, dtype=torch.uint8)
+            self._inbox.put(unflatten(tensors, self._skeleton), value)
+        elif kind is PacketKind.SCHEMA:
+            schema = torch.zeros(value, dtype=torch.uint8)
             self._receive_into(schema, group)
             self._skeleton, infos = pickle.loads(schema.numpy().tobytes())
             self._layout = PacketLayout(infos)
-        return header.kind
+        return kind
 
     def _receive_into(self, memory: Tensor, group: dist.ProcessGroup) -> None:
         try:

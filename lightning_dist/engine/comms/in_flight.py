@@ -12,20 +12,17 @@ ends the process by SIGABRT. The cause has been printed by then.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_dist.engine.comms.channel import PeerLostError
+from lightning_dist.engine.comms.channel import Inbox, PeerLostError
 
 # A thread that outlives this has a peer that died without closing its connection.
 CLOSE_SECONDS = 10.0
@@ -36,68 +33,8 @@ Posted = tuple[Sequence[dist.Work], Sequence[Tensor]]
 _Begin = Callable[[], Sequence[dist.Work]]
 
 
-class Arrivals:
-    """What a thread of this process has received, for the thread that waits for it.
-
-    Args:
-        peer: Global rank of the sender.
-        timeout_seconds: How long :meth:`next` waits; None waits for ever.
-        cause_seconds: How long :meth:`next` waits for the cause when the sender is gone.
-    """
-
-    def __init__(self, peer: int, timeout_seconds: float | None, cause_seconds: float) -> None:
-        self._peer = peer
-        self._timeout_seconds = timeout_seconds
-        self._cause_seconds = cause_seconds
-        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
-
-    def put(self, item: Any) -> None:
-        """Adds an item, or an exception, which ends the arrivals."""
-        self._items.put(item)
-
-    def next(self) -> Any:
-        """Waits for the next item.
-
-        Raises:
-            PeerLostError: The sender is gone.
-            TimeoutError: Nothing came in time.
-        """
-        if self._failure is not None:
-            raise self._failure
-        try:
-            item = self._items.get(timeout=self._timeout_seconds)
-        except queue.Empty:
-            raise TimeoutError(
-                f"Nothing came from rank {self._peer} for timeout_s={self._timeout_seconds:g}"
-                " seconds. Raise `timeout_s` if a step may take longer than that."
-            ) from None
-        if not isinstance(item, BaseException):
-            return item
-        self._failure = item
-        if isinstance(item, PeerLostError):  # another error tells the cause
-            with contextlib.suppress(queue.Empty):
-                later = self._items.get(timeout=self._cause_seconds)
-                if isinstance(later, BaseException):
-                    self._failure = later
-        raise self._failure
-
-
-class Outbox(Protocol):
-    """Keeps tensors until they have been sent."""
-
-    def keep(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
-        """Keeps the tensors of sends that have begun; returns at once."""
-
-    def check(self) -> None:
-        """Raises :class:`.PeerLostError` if an earlier send has failed."""
-
-    def close(self) -> None:
-        """Waits until everything has been sent."""
-
-
-class HostOutbox(Outbox):
-    """Keeps CPU tensors; a thread waits for their sends.
+class HostOutbox:
+    """Keeps CPU tensors until they have been sent; a thread waits for that.
 
     Args:
         peer: Global rank of the receiver.
@@ -113,8 +50,8 @@ class HostOutbox(Outbox):
         self._thread = threading.Thread(target=self._run, name=f"send-to-{peer}", daemon=True)
         self._thread.start()
 
-    @override
     def keep(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+        """Keeps the tensors of sends that have begun; returns at once."""
         self._pending.put((lambda: works, tensors))
 
     def begin(self, begin: _Begin, tensors: Sequence[Tensor]) -> None:
@@ -126,8 +63,8 @@ class HostOutbox(Outbox):
         """
         self._pending.put((begin, tensors))
 
-    @override
     def check(self) -> None:
+        """Raises :class:`.PeerLostError` if an earlier send has failed."""
         if self._failure is not None:
             raise PeerLostError(f"Rank {self._peer} cannot be reached.") from self._failure
 
@@ -135,8 +72,8 @@ class HostOutbox(Outbox):
         """Lets each later :meth:`check` fail."""
         self._failure = error
 
-    @override
     def close(self) -> None:
+        """Waits until everything has been sent."""
         self._pending.put(None)
         self._thread.join(CLOSE_SECONDS)
 
@@ -150,23 +87,22 @@ class HostOutbox(Outbox):
             self._failure = error
 
 
-class StreamOutbox(Outbox):
+class StreamOutbox:
     """Keeps an accelerator's tensors; each send frees those of sends that are over."""
 
     def __init__(self) -> None:
         self._pending: deque[Posted] = deque()
 
-    @override
     def keep(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+        """Keeps the tensors of sends that have begun; returns at once."""
         self._drop_sent()
         self._pending.append((works, tensors))
 
-    @override
     def check(self) -> None:
         """Does nothing: the backend reports a broken connection itself."""
 
-    @override
     def close(self) -> None:
+        """Waits until everything has been sent."""
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._pending and time.monotonic() < deadline:
             self._drop_sent()
@@ -179,20 +115,7 @@ class StreamOutbox(Outbox):
             self._pending.popleft()
 
 
-class Intake(Protocol):
-    """Waits for receives."""
-
-    def take(self, post: Callable[[], Posted]) -> Sequence[Tensor]:
-        """Posts receives, and returns their tensors when the caller may use them."""
-
-    def interrupt(self, error: BaseException) -> None:
-        """Raises an error in the present and each later :meth:`take`."""
-
-    def close(self, *, failed: bool = False) -> None:
-        """Ends the waiting; after a failure, without what is still awaited."""
-
-
-class HostIntake(Intake):
+class HostIntake:
     """Waits for CPU tensors, on a thread.
 
     Args:
@@ -203,23 +126,23 @@ class HostIntake(Intake):
 
     def __init__(self, peer: int, timeout_seconds: float | None, cause_seconds: float) -> None:
         self._peer = peer
-        self._arrivals = Arrivals(peer, timeout_seconds, cause_seconds)
+        self._inbox = Inbox(peer, timeout_seconds, cause_seconds)
         self._posted: queue.SimpleQueue[Posted | None] = queue.SimpleQueue()  # None ends it
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
         self._thread.start()
 
-    @override
     def take(self, post: Callable[[], Posted]) -> Sequence[Tensor]:
+        """Posts receives, and returns their tensors when the caller may use them."""
         self._posted.put(post())
-        arrived: Sequence[Tensor] = self._arrivals.next()
+        arrived: Sequence[Tensor] = self._inbox.next()
         return arrived
 
-    @override
     def interrupt(self, error: BaseException) -> None:
-        self._arrivals.put(error)
+        """Raises an error in the present and each later :meth:`take`."""
+        self._inbox.fail(error)
 
-    @override
     def close(self, *, failed: bool = False) -> None:
+        """Ends the waiting; after a failure, without what is still awaited."""
         self._posted.put(None)
         if not failed:
             self._thread.join(CLOSE_SECONDS)
@@ -230,15 +153,15 @@ class HostIntake(Intake):
                 works, tensors = posted
                 for work in works:
                     work.wait()
-                self._arrivals.put(tensors)
+                self._inbox.put(tensors)
                 del posted, works, tensors
         except RuntimeError as error:
             lost = PeerLostError(f"The connection to rank {self._peer} broke: {error}")
             lost.__cause__ = error
-            self._arrivals.put(lost)
+            self._inbox.fail(lost)
 
 
-class StreamIntake(Intake):
+class StreamIntake:
     """Lets the current stream wait for tensors of an accelerator, and not the host.
 
     Receives are posted on a stream of their own, where no computing delays them.
@@ -253,8 +176,8 @@ class StreamIntake(Intake):
         self._own = self._streams.Stream(device=device)
         self._failure: BaseException | None = None
 
-    @override
     def take(self, post: Callable[[], Posted]) -> Sequence[Tensor]:
+        """Posts receives, and returns their tensors when the current stream may use them."""
         if self._failure is not None:
             raise self._failure
         with self._streams.stream(self._own):
@@ -267,10 +190,9 @@ class StreamIntake(Intake):
             tensor.record_stream(current)
         return tensors
 
-    @override
     def interrupt(self, error: BaseException) -> None:
+        """Raises an error in each later :meth:`take`."""
         self._failure = error
 
-    @override
     def close(self, *, failed: bool = False) -> None:
         """Does nothing: no thread waits."""

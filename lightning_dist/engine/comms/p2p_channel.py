@@ -32,8 +32,6 @@ from lightning_dist.engine.comms.channel import PeerLostError, Receiver, Sender
 from lightning_dist.engine.comms.in_flight import (
     HostIntake,
     HostOutbox,
-    Intake,
-    Outbox,
     Posted,
     StreamIntake,
     StreamOutbox,
@@ -69,7 +67,7 @@ class P2PSender(Sender):
         self._control = control
         self._copies_leaves = copies_leaves
         self._schemas: dict[Hashable, bytes] = {}
-        self._outbox: Outbox = HostOutbox(peer) if device.type == "cpu" else StreamOutbox()
+        self._outbox = HostOutbox(peer) if device.type == "cpu" else StreamOutbox()
 
     @override
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
@@ -140,7 +138,7 @@ class P2PReceiver(Receiver):
         self._device = device
         self._control = control
         self._schemas: dict[Hashable, tuple[Any, list[TensorInfo]]] = {}
-        self._intake: Intake = (
+        self._intake = (
             HostIntake(peer, timeout_seconds, cause_seconds)
             if device.type == "cpu"
             else StreamIntake(device)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 Memory = npt.NDArray[np.uint8]  # a run of bytes that can be written to
 
-_HEADER = struct.Struct("<3q")
+_HEADER = struct.Struct("<2q")
 # Each tensor begins at a multiple of this: a cache line, and a multiple of any number's size.
 _ALIGNMENT = 64
 
@@ -50,24 +50,9 @@ class TensorInfo:
 class PacketKind(IntEnum):
     """What a packet's header announces."""
 
-    TREE = 0  # a tree, in this packet
-    SCHEMA = 1  # the schema of the packets from now on, which comes next
+    TREE = 0  # a tree, in this packet; the header's value is its tag
+    SCHEMA = 1  # the schema of the packets from now on, which comes next; its number of bytes
     CLOSE = 2  # the end of the channel
-
-
-@dataclass(frozen=True, slots=True)
-class PacketHeader:
-    """The header of a packet.
-
-    Attributes:
-        kind: What the header announces.
-        num_bytes: Bytes of the schema, if one comes next.
-        tag: Tag of the tree, which names its receiving stage and micro-batch.
-    """
-
-    kind: PacketKind
-    num_bytes: int = 0
-    tag: int = 0
 
 
 class PacketLayout:
@@ -97,15 +82,15 @@ class PacketLayout:
                 yield flat.view(info.shape)
 
 
-def write_header(memory: Memory, header: PacketHeader) -> None:
+def write_header(memory: Memory, kind: PacketKind, value: int) -> None:
     """Writes the header into a packet."""
-    _HEADER.pack_into(memory.data, 0, header.kind, header.num_bytes, header.tag)
+    _HEADER.pack_into(memory.data, 0, kind, value)
 
 
-def read_header(memory: Memory) -> PacketHeader:
+def read_header(memory: Memory) -> tuple[PacketKind, int]:
     """Returns the header of a packet."""
-    kind, num_bytes, tag = _HEADER.unpack_from(memory.data)
-    return PacketHeader(PacketKind(kind), num_bytes, tag)
+    kind, value = _HEADER.unpack_from(memory.data)
+    return PacketKind(kind), value
 
 
 def _aligned(num_bytes: int) -> int:

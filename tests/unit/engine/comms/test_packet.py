@@ -7,7 +7,6 @@ import torch
 
 from lightning_dist.engine.comms.packet import (
     Memory,
-    PacketHeader,
     PacketKind,
     PacketLayout,
     TensorInfo,
@@ -26,12 +25,12 @@ SENT = [
 LAYOUT = PacketLayout([TensorInfo.of(t) for t in SENT])
 
 
-HEADER = PacketHeader(PacketKind.SCHEMA, 300, -(2**62))
+HEADER = PacketKind.TREE, -(2**62)
 
 
 def packet() -> Memory:
     memory = np.zeros(LAYOUT.num_bytes, np.uint8)
-    write_header(memory, HEADER)
+    write_header(memory, *HEADER)
     for place, tensor in zip(LAYOUT.tensors(memory), SENT, strict=True):
         place.copy_(tensor)
     return memory
