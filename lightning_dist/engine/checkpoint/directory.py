@@ -1,26 +1,19 @@
-"""Atomic replacement of a checkpoint: at each instant its name belongs to a whole checkpoint.
+"""Replacement of a checkpoint in steps: behind each one the old or the new one can be found.
 
-A file or directory is written under a temporary name and flushed to the disk. Then it exchanges its
-name with the checkpoint before, which is removed last. So the name of a process that dies belongs
-to one of the two. If a file system cannot exchange names, the old directory is renamed first.
-Lightning's search for the last checkpoint finds that name, too, and :func:`resolve` finds the
-directory by its old name.
+A file or directory is written under a temporary name and flushed to the disk. Then it takes the
+name of the checkpoint before. A file does so in one step. No directory can, so the old one is
+renamed first, and removed last. Lightning's search for the last checkpoint finds that name, too,
+and :func:`resolve` finds the directory by its old name.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
-
-_AT_FDCWD = -100  # <fcntl.h>: paths are relative to the working directory
-_RENAME_EXCHANGE = 2  # <linux/fs.h>
 
 
 class NotSavedError(OSError):
@@ -37,7 +30,7 @@ def temporary_name(target: Path) -> Path:
 
 
 def aside_name(target: Path) -> Path:
-    """Returns the path of the replaced directory, for file systems that cannot exchange names."""
+    """Returns the path of a directory that is being replaced."""
     return target.with_name(f"{target.stem}.replaced{target.suffix}")
 
 
@@ -57,14 +50,11 @@ def publish(temporary: Path, target: Path) -> None:
     """
     flush(temporary)
     aside = aside_name(target)
-    if not os.path.lexists(target) or not (temporary.is_dir() or target.is_dir()):
-        os.replace(temporary, target)
-    elif not exchange(temporary, target):
+    if os.path.lexists(target) and (_is_folder(temporary) or _is_folder(target)):
         remove(aside)
         target.rename(aside)
-        temporary.rename(target)
+    temporary.replace(target)
     flush(target.parent)  # the new name must be on the disk before the old checkpoint goes
-    remove(temporary)
     remove(aside)
 
 
@@ -74,22 +64,6 @@ def link(path: Path, target: Path) -> None:
     remove(temporary)
     temporary.symlink_to(os.path.relpath(target, path.parent))
     publish(temporary, path)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names in one step; returns False, with nothing changed, if it is impossible."""
-    if sys.platform != "linux":
-        return False
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:  # an old C library
-        return False
-    paths = os.fsencode(one), os.fsencode(other)
-    if rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
-        return True
-    error = ctypes.get_errno()
-    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(error, os.strerror(error), str(one), None, str(other))
 
 
 def flush(path: Path) -> None:
@@ -113,10 +87,14 @@ def withdraw(target: Path) -> None:
 
 def remove(path: Path) -> None:
     """Removes a file, a link or a directory, if there is one."""
-    if path.is_dir() and not path.is_symlink():
+    if _is_folder(path):
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class Sender(Protocol):
 
         Args:
             tree: Any tree.
-            tag: Tag of the tree, any integer of 63 bits.
+            tag: Any integer of 63 bits.
             key: What both ends know of the tree's shapes; None if they know nothing.
 
         Raises:
@@ -44,11 +44,7 @@ class Sender(Protocol):
         """
 
     def close(self, *, failed: bool = False) -> None:
-        """Waits until everything has been sent, and closes the channel; again, does nothing.
-
-        Args:
-            failed: Whether the run has failed, so that the other end may not receive everything.
-        """
+        """Waits until everything has been sent, unless the run has failed; again, does nothing."""
 
 
 class Receiver(Protocol):
@@ -69,11 +65,7 @@ class Receiver(Protocol):
         """Raises an error in the present and each later :meth:`receive`."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Waits until the far end has closed the channel.
-
-        Args:
-            failed: Whether the run has failed, so that the other end may not send everything.
-        """
+        """Waits until the far end has closed the channel, unless the run has failed."""
 
 
 class Inbox:

@@ -35,11 +35,7 @@ class ContactError(ValueError):
 def await_port(address: str, port: int, seconds: float) -> None:
     """Waits until a port answers.
 
-    Args:
-        address: The address.
-        port: The port.
-        seconds: How long to wait for a process there that listens. An unknown name, or an address
-            that does not answer at all, is given up earlier.
+    An unknown name, or an address that does not answer at all, is given up earlier.
 
     Raises:
         ContactError: The port has not answered.
@@ -63,16 +59,7 @@ def await_port(address: str, port: int, seconds: float) -> None:
 
 
 def explain_contact(address: str, port: int, error: Exception) -> tuple[str, str]:
-    """Explains why a store cannot be reached or served.
-
-    Args:
-        address: Address of the store.
-        port: Port of the store.
-        error: The last error.
-
-    Returns:
-        What was found, and what to do.
-    """
+    """Explains why a store cannot be reached: what was found, and what to do."""
     place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     if isinstance(error, ConnectionRefusedError):
         return (
@@ -117,11 +104,6 @@ def explain_serving(port: int, error: int) -> tuple[str, str]:
 
 def open_store(address: str, port: int, *, is_master: bool) -> dist.TCPStore:
     """Connects to a store, or serves it.
-
-    Args:
-        address: Its address.
-        port: Its port.
-        is_master: Whether this process serves it.
 
     Raises:
         ContactError: This process cannot listen at the port, or another one does that is no store.

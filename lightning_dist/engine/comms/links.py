@@ -20,20 +20,12 @@ class _Ends:
         raise NotImplementedError
 
     def interrupt(self, error: BaseException) -> None:
-        """Raises an error in each waiting or later receive.
-
-        Args:
-            error: What to raise.
-        """
+        """Raises an error in each waiting or later receive."""
         for receiver in dict.fromkeys(self.receivers()):
             receiver.interrupt(error)
 
     def close(self, *, failed: bool = False) -> None:
-        """Waits until all has arrived, and closes the channels. Collective: both ends call it.
-
-        Args:
-            failed: Whether the run has failed, so that not all may arrive.
-        """
+        """Closes the channels, when all has arrived or has ``failed``. Collective: of both ends."""
         for sender in dict.fromkeys(self.senders()):
             sender.close(failed=failed)
         for receiver in dict.fromkeys(self.receivers()):
@@ -42,15 +34,9 @@ class _Ends:
 
 @dataclass(frozen=True)
 class Links(_Ends):
-    """The channels of one rank, by the stage of this rank that uses them.
+    """The channels of one rank to its neighbours, by the stage of this rank that uses them.
 
     Stages may share channels; each message's tag says which stage and micro-batch it is for.
-
-    Attributes:
-        activations_in: Channels from the stage before; the first stage has none.
-        activations_out: Channels to the stage after; the last stage has none.
-        gradients_in: Channels from the stage after; the last stage has none.
-        gradients_out: Channels to the stage before; the first stage has none.
     """
 
     activations_in: dict[int, Receiver] = field(default_factory=dict)
@@ -69,12 +55,7 @@ class Links(_Ends):
 
 @dataclass(frozen=True)
 class PeerLinks(_Ends):
-    """The channels of one rank to ranks that hold the same parameters, or exchange layers.
-
-    Attributes:
-        outgoing: Sending ends, by the peer's rank in the pipeline.
-        incoming: Receiving ends, by the peer's rank in the pipeline.
-    """
+    """The channels to ranks that hold the same parameters, or exchange layers, by rank."""
 
     outgoing: Mapping[int, Sender] = field(default_factory=dict)
     incoming: Mapping[int, Receiver] = field(default_factory=dict)

@@ -72,9 +72,6 @@ def launcher_serves() -> bool:
 def meet(meeting: Meeting) -> dist.Store:
     """Returns this attempt's store, where all ranks have come. Collective: every rank must call it.
 
-    Args:
-        meeting: Where, and with how many.
-
     Raises:
         ValueError: The address leads to no store, or to that of another run, the port is taken, or
             the ranks do not fit each other.
@@ -93,19 +90,7 @@ def meet(meeting: Meeting) -> dist.Store:
 
 
 def join(store: dist.Store, meeting: Meeting) -> dist.PrefixStore:
-    """Returns this attempt's part of a store, when all ranks have come.
-
-    Collective: every rank must call it.
-
-    Args:
-        store: The store; it may hold entries of earlier attempts.
-        meeting: Where, and with how many.
-
-    Raises:
-        ValueError: The first rank does not answer, or the ranks do not fit each other.
-        ConnectionError: The first rank was lost.
-        TimeoutError: Ranks have not come in time.
-    """
+    """Returns this attempt's part of a store, which may hold entries of earlier ones; as `meet`."""
     leads = meeting.rank == 0
     if leads and meeting.serves:
         own = f"process {os.getpid()} of host {socket.gethostname()}"
@@ -213,25 +198,20 @@ def describe_missing(world_size: int, hosts: Mapping[int, str], ranks_per_host: 
     """
     by_host: dict[str, list[str]] = {}
     for rank in sorted(set(range(world_size)) - set(hosts)):
-        node = rank // ranks_per_host if ranks_per_host else -1
-        siblings = {
-            host for r, host in hosts.items() if ranks_per_host and r // ranks_per_host == node
-        }
-        unknown = (
-            f"host number {node}, of which no rank came" if ranks_per_host else "unknown hosts"
-        )
-        by_host.setdefault(next(iter(siblings), unknown), []).append(str(rank))
+        found = "unknown hosts"
+        if ranks_per_host:
+            node = rank // ranks_per_host
+            siblings = (host for r, host in hosts.items() if r // ranks_per_host == node)
+            found = next(siblings, f"host number {node}, of which no rank came")
+        by_host.setdefault(found, []).append(str(rank))
     texts = (f"{shorten(ranks)} ({host})" for host, ranks in by_host.items())
     return f"{len(hosts)} of {world_size} ranks have met; missing: {'; '.join(texts)}"
 
 
 def _describe_missing(attempt: dist.Store, meeting: Meeting) -> str:
-    return describe_missing(meeting.world_size, _hosts(attempt, meeting), meeting.ranks_per_host)
-
-
-def _hosts(attempt: dist.Store, meeting: Meeting) -> dict[int, str]:
     ranks = (rank for rank in range(meeting.world_size) if attempt.check([_host(rank)]))
-    return {rank: json.loads(attempt.get(_host(rank)))[0] for rank in ranks}
+    hosts = {rank: json.loads(attempt.get(_host(rank)))[0] for rank in ranks}
+    return describe_missing(meeting.world_size, hosts, meeting.ranks_per_host)
 
 
 def _refuse(faults: str) -> NoReturn:
