@@ -209,7 +209,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         def step(closure: Callable[[], Any] | None = None) -> Any:
             with torch.enable_grad():
                 loss = None if closure is None else closure()
-            session.worker.push(optimizer)
+            session.push()
             lightning_internals.mark_optimizer_called(optimizer)
             return loss
 
@@ -228,8 +228,8 @@ class ParameterServerStrategy(DataParallelStrategy):
         if self._session is None:
             return
         self.check_peers()
-        if self.is_running and self._session.worker.is_open:
-            self._session.worker.drain()
+        if self.is_running and self._session.is_open:
+            self._session.drain()
             self.share_buffers()
 
     @override
@@ -311,7 +311,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         super().check_peers()
         if self._session is None or self._shares_steps or not self.is_running:
             return
-        living = self._session.worker.meet()
+        living = self._session.meet()
         if living != self._living:
             self._living, self._survivors, self._lengths = living, {}, None
             self._undo += (reduce_metrics_over(self.module, self.world_group),)

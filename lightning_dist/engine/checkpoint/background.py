@@ -24,9 +24,6 @@ class BackgroundSaves:
     Args:
         group: A gloo group of all ranks that save, for the thread alone.
         device: Device of the tensors.
-
-    Attributes:
-        group: As above.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -42,12 +42,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Renames a written checkpoint to its own path, and removes the checkpoint before.
-
-    Args:
-        temporary: The written file or directory; the contents of files have been flushed.
-        target: The checkpoint's own path, in the same directory.
-    """
+    """Renames a written and flushed checkpoint to its own path, and removes the one before."""
     flush(temporary)
     aside = aside_name(target)
     if os.path.lexists(target) and (_is_folder(temporary) or _is_folder(target)):

@@ -179,12 +179,7 @@ def save_sharded(
 
 
 def split_parts(checkpoint: Mapping[str, Any], group: dist.ProcessGroup | None) -> Parts:
-    """Returns the parts to write of a checkpoint. Collective: every rank must call it.
-
-    Args:
-        checkpoint: As for :func:`save_sharded`.
-        group: As for :func:`save_sharded`.
-    """
+    """Returns the parts to write of a checkpoint, as :func:`save_sharded` does. Collective."""
     tensors, rest = _split(checkpoint)
     return tensors, {**rest, **_gather_rest(rest, group)}
 
@@ -212,7 +207,10 @@ def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> No
         NotSavedError: The file system could not store the file.
     """
     if not is_local(path):
-        _upload(checkpoint, os.fspath(path))
+        content = io.BytesIO()
+        torch.save(dict(checkpoint), content)
+        files, place = url_to_fs(os.fspath(path))
+        files.pipe_file(place, content.getvalue())
         return
     target = Path(path)
     temporary = directory.temporary_name(target)
@@ -227,18 +225,8 @@ def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> No
             raise directory.NotSavedError(directory.describe_failure(target, error)) from error
 
 
-def _upload(checkpoint: Mapping[str, Any], url: str) -> None:
-    content = io.BytesIO()
-    torch.save(dict(checkpoint), content)
-    files, place = url_to_fs(url)
-    files.pipe_file(place, content.getvalue())
-
-
 def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges the checkpoints of all ranks into the ordinary Lightning checkpoint.
-
-    Args:
-        parts: One checkpoint dictionary per rank, optimizer states by name.
+    """Merges the checkpoints of all ranks, optimizer states by name, into the ordinary one.
 
     Returns:
         The first rank's entries, with the weights and optimizer states of all ranks.

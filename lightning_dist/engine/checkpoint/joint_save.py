@@ -42,11 +42,7 @@ class _Report:
 
 
 class RanksFailedError(Exception):
-    """An action failed on some ranks, and all ranks raise it.
-
-    Attributes:
-        causes: The error of each rank that failed.
-    """
+    """An action failed on some ranks, and all ranks raise it, with the error of each of them."""
 
     def __init__(self, causes: Mapping[int, BaseException]) -> None:
         super().__init__(causes)
@@ -143,10 +139,6 @@ def path_to_read(path: str, group: dist.ProcessGroup) -> str:
     """Returns the first rank's path, or this rank's own path if it does not see the first one.
 
     Collective: every rank of the group must call it.
-
-    Args:
-        path: This rank's path of the checkpoint.
-        group: Group of all ranks that load.
 
     Raises:
         ValueError: Some ranks have a checkpoint to read, and others see none.

@@ -57,9 +57,7 @@ def name_groups(
 def keep_own_parameters(optimizer: Optimizer, module: nn.Module) -> None:
     """Removes the parameters of other ranks, and their state, from an optimizer; its groups stay.
 
-    Args:
-        optimizer: Optimizer of the whole model; some optimizers create state when they are built.
-        module: This rank's part of the model.
+    Some optimizers create state when they are built.
     """
     own = {id(p) for p in module.parameters()}
     for group in optimizer.param_groups:
@@ -91,11 +89,11 @@ def state_by_name(
     state_dict = {"state": {}, "param_groups": [], **optimizer.state_dict()}
     order = [name for group in own for name in group]
     state = {order[index]: values for index, values in state_dict["state"].items()}
-    groups = [
-        {**group, "params": list(all_names)}
-        for group, all_names in zip(state_dict["param_groups"], names, strict=True)
-    ]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": _with_params(state_dict["param_groups"], names)}
+
+
+def _with_params(groups: Sequence[Mapping[str, Any]], params: Iterable[Iterable[Any]]) -> list[Any]:
+    return [{**group, "params": list(own)} for group, own in zip(groups, params, strict=True)]
 
 
 def is_named(state: Mapping[str, Any]) -> bool:
@@ -109,13 +107,10 @@ def to_numbers(named: Mapping[str, Any]) -> dict[str, Any]:
     for group in named["param_groups"]:
         for name in group["params"]:
             numbers.setdefault(name, len(numbers))
-    return {
-        "state": {numbers[name]: values for name, values in named["state"].items()},
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]}
-            for group in named["param_groups"]
-        ],
-    }
+    groups = named["param_groups"]
+    params = ([numbers[name] for name in group["params"]] for group in groups)
+    state = {numbers[name]: values for name, values in named["state"].items()}
+    return {"state": state, "param_groups": _with_params(groups, params)}
 
 
 def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
@@ -131,13 +126,8 @@ def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
         for group, group_names in zip(groups, names, strict=True)
         for number, name in zip(group["params"], group_names, strict=True)
     }
-    return {
-        "state": {name_of[number]: values for number, values in numbered["state"].items()},
-        "param_groups": [
-            {**group, "params": list(group_names)}
-            for group, group_names in zip(groups, names, strict=True)
-        ],
-    }
+    state = {name_of[number]: values for number, values in numbered["state"].items()}
+    return {"state": state, "param_groups": _with_params(groups, names)}
 
 
 def by_present_names(
@@ -172,12 +162,7 @@ def _in_present_groups(named: Mapping[str, Any], names: GroupNames) -> dict[str,
                 f" {shorten(sorted(gone), 3)}, where the present one has {shorten(sorted(new), 3)}."
                 f" {_REMEDY}"
             )
-    return {
-        **named,
-        "param_groups": [
-            {**group, "params": list(now)} for group, now in zip(groups, names, strict=True)
-        ],
-    }
+    return {**named, "param_groups": _with_params(groups, names)}
 
 
 def _check_sizes(saved: Iterable[Sized], names: GroupNames) -> None:
@@ -194,9 +179,6 @@ def split_entries(entries: Mapping[Any, Any]) -> tuple[dict[str, Tensor], dict[A
 
     A tensor in a container, or under a key that is no identifier, is keyed by a number. In the rest
     an empty tensor has its place.
-
-    Args:
-        entries: State of one parameter; values may be trees with tensors.
     """
     named = {
         key: value
@@ -209,12 +191,7 @@ def split_entries(entries: Mapping[Any, Any]) -> tuple[dict[str, Tensor], dict[A
 
 
 def join_entries(tensors: Mapping[str, Tensor], rest: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Joins a parameter's state again; the inverse of :func:`split_entries`.
-
-    Args:
-        tensors: Tensors by key. Where numbers are missing, the rest keeps its own tensors.
-        rest: The rest of the state.
-    """
+    """Joins a parameter's state again; where tensors are missing, the rest keeps its own."""
     numbers = count()
     others = map_tensors(lambda left: tensors.get(str(next(numbers)), left), dict(rest))
     named = {key: tensor for key, tensor in tensors.items() if not key.isdecimal()}
@@ -235,19 +212,14 @@ def load_by_name(
     own = name_groups(optimizer, module, firsts)
     numbers = {name: i for i, name in enumerate(name for group in own for name in group)}
     parameters = {firsts.get(name, name): p for name, p in module.named_parameters()}
-    optimizer.load_state_dict(
-        {
-            "state": {
-                numbers[name]: _sharded_state(values, parameters[name])
-                for name, values in named["state"].items()
-                if name in numbers
-            },
-            "param_groups": [
-                {**group, "params": [numbers[name] for name in group_names]}
-                for group, group_names in zip(named["param_groups"], own, strict=True)
-            ],
-        }
-    )
+    state = {
+        numbers[name]: _sharded_state(values, parameters[name])
+        for name, values in named["state"].items()
+        if name in numbers
+    }
+    params = ([numbers[name] for name in group] for group in own)
+    groups = _with_params(named["param_groups"], params)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _sharded_state(values: Mapping[Any, Any], parameter: Tensor) -> Any:

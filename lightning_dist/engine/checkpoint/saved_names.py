@@ -18,11 +18,7 @@ from lightning_dist.engine.tensors.dtensor import shard_like
 
 
 def names_of_saved(module: nn.Module) -> dict[str, str]:
-    """Returns the parameter's or buffer's name for each tensor of a module's state dict.
-
-    Args:
-        module: The module, with all of its tensors.
-    """
+    """Returns the parameter's or buffer's name for each tensor of a whole module's state dict."""
     names: dict[int, list[str]] = {}
     for name, tensor in (
         *module.named_parameters(remove_duplicate=False),
@@ -60,13 +56,7 @@ def with_own_values(
 
 @contextmanager
 def sharding_what_is_loaded(module: nn.Module) -> Iterator[None]:
-    """Lets ``load_state_dict`` take whole tensors for sharded parameters.
-
-    They are sharded behind all hooks that rename them.
-
-    Args:
-        module: The module that is loaded.
-    """
+    """Lets a module take whole tensors for sharded parameters: sharded behind hooks that rename."""
     with ExitStack() as undo:
         for part in module.modules():
             handle = part.register_load_state_dict_pre_hook(_shard)

@@ -30,10 +30,10 @@ def first_names(module: nn.Module) -> dict[str, str]:
 def fold(
     checkpoint: Mapping[str, Any], sections: Iterable[str], firsts: FirstNames
 ) -> dict[str, Any]:
-    """Returns a checkpoint with one name for each tied parameter.
+    """Returns a checkpoint, of the whole model or a part, with one name for each tied parameter.
 
     Args:
-        checkpoint: A Lightning checkpoint dictionary, of the whole model or a part; not changed.
+        checkpoint: A Lightning checkpoint dictionary; not changed.
         sections: Keys of the checkpoint's state dicts.
         firsts: First names in the whole model.
     """

@@ -16,15 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """A process group for tensors of one device.
-
-    Attributes:
-        group: A group on a backend that takes such tensors.
-        device: The device of this rank's tensors.
-    """
+    """A process group for tensors of one device."""
 
     group: dist.ProcessGroup
-    device: torch.device
+    device: torch.device  # of this rank's tensors
 
     @property
     def size(self) -> int:
@@ -34,10 +29,6 @@ class DeviceGroup:
 
 def check_backend(backend: str, device_type: str) -> None:
     """Checks that a backend takes tensors of a device; reads nothing that differs between ranks.
-
-    Args:
-        backend: Name of the backend.
-        device_type: ``"cpu"`` or ``"cuda"``, for example.
 
     Raises:
         ValueError: The backend is unknown, was not built into torch, or takes no such tensors.

@@ -34,15 +34,10 @@ _HOSTS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The environment of one process.
-
-    Attributes:
-        host: Name of the process's machine.
-        values: What should be the same for all processes, by name.
-    """
+    """The environment of one process."""
 
     host: str
-    values: Mapping[str, str]
+    values: Mapping[str, str]  # what should be the same for all processes, by name
 
     @property
     def digest(self) -> str:
@@ -73,35 +68,27 @@ def transport_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def compare_environments(environments: Sequence[Environment]) -> Table:
-    """Compares the environments of all ranks.
-
-    Args:
-        environments: The environments, in the order of the ranks.
+    """Compares the environments of all ranks, in their order.
 
     Returns:
         A row for each value of what differs, and the hosts and ranks that have it; no row if all
         are the same.
     """
     rows: list[tuple[str, str, str]] = []
+    hosts = [environment.host for environment in environments]
     for name in sorted({name for environment in environments for name in environment.values}):
         ranks: dict[str, list[int]] = {}
         for rank, environment in enumerate(environments):
             ranks.setdefault(environment.values.get(name, "(not set)"), []).append(rank)
         if len(ranks) == 1:
             continue
-        hosts = [environment.host for environment in environments]
         for index, (value, places) in enumerate(ranks.items()):
             rows.append(("" if index else name, value, name_places(places, hosts)))
     return Table("Different environments", ("what", "value", "hosts"), tuple(rows))
 
 
 def name_places(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Lists ranks by host, such as ``"a (ranks 0, 1), b (rank 2)"``.
-
-    Args:
-        ranks: The ranks to list.
-        hosts: The hosts of all ranks.
-    """
+    """Lists ranks by host, such as ``"a (ranks 0, 1), b (rank 2)"``, given the hosts of all."""
     by_host: dict[str, list[str]] = {}
     for rank in ranks:
         by_host.setdefault(hosts[rank], []).append(str(rank))

@@ -114,8 +114,8 @@ def fill_mesh(world_size: int, **sizes: int | Literal["auto"]) -> MeshShape:
     if left_over or rest < 1 or (rest > 1 and not open_axes):
         shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"The sizes {shown} must multiply to the world size of {world_size}, or divide it if one"
-            " is 'auto'."
+            f"The sizes {shown} must multiply to the world size of {world_size}, or divide it where"
+            " one is 'auto'."
         )
     return MeshShape(**asked.sizes | dict.fromkeys(open_axes, rest))
 

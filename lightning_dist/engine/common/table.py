@@ -33,19 +33,12 @@ def _three_digits(number: float, scales: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of cells with a heading for each column; ``str`` aligns the columns.
-
-    Attributes:
-        title: Title of the table.
-        headings: Headings of the columns.
-        rows: Rows of cells, as many in each row as columns.
-        right: Indices of the columns to align to the right, as numbers should be.
-    """
+    """A table of cells with a heading for each column; ``str`` aligns the columns."""
 
     title: str
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    right: frozenset[int] = frozenset()
+    right: frozenset[int] = frozenset()  # the columns to align to the right, as numbers should be
 
     def __str__(self) -> str:
         """Draws the table without its title."""
@@ -53,15 +46,7 @@ class Table:
 
 
 def draw_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Aligns the columns of a table.
-
-    Args:
-        rows: Rows of cells, as many in each row as columns.
-        right: Indices of the columns to align to the right, as numbers should be.
-
-    Returns:
-        A line for each row, with two spaces between columns and none at the end.
-    """
+    """Returns a line for each row, with aligned columns; see :class:`Table`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def padded(column: int, cell: str) -> str:

@@ -43,25 +43,15 @@ _FIRST, _ASKED = "lightning_dist/first", "lightning_dist/asked"
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where and with how many ranks this rank meets.
-
-    Attributes:
-        address: Address of the store.
-        port: Port of the store.
-        rank: This rank.
-        world_size: Number of all ranks.
-        ranks_per_host: Ranks of each host; 0 if it is not known.
-        timeout_seconds: How long ranks wait for each other, here and later.
-        serves: Whether the first rank serves the store, or else the launcher does.
-    """
+    """Where and with how many ranks this rank meets."""
 
     address: str
     port: int
     rank: int
     world_size: int
-    ranks_per_host: int
-    timeout_seconds: float
-    serves: bool
+    ranks_per_host: int  # 0 if it is not known
+    timeout_seconds: float  # how long ranks wait for each other, here and later
+    serves: bool  # whether the first rank serves the store, or else the launcher does
 
 
 def launcher_serves() -> bool:
@@ -189,13 +179,7 @@ MISSING_REMEDY = (
 
 
 def describe_missing(world_size: int, hosts: Mapping[int, str], ranks_per_host: int) -> str:
-    """Describes how many ranks have met, and which have not.
-
-    Args:
-        world_size: Number of all ranks.
-        hosts: The hosts of the ranks that have come.
-        ranks_per_host: Ranks of each host; 0 if it is not known.
-    """
+    """Describes how many ranks have met, and which have not, by the hosts of those that have."""
     by_host: dict[str, list[str]] = {}
     for rank in sorted(set(range(world_size)) - set(hosts)):
         found = "unknown hosts"

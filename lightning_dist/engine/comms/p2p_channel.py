@@ -181,14 +181,9 @@ class P2PReceiver(Receiver):
 
 
 def connect_ends(group: dist.ProcessGroup, sender: int, device: torch.device) -> None:
-    """Sends the first message of a communicator. Collective: both of its ranks must call it.
+    """Sends the first message of a group of two. Collective: both of its ranks must call it.
 
     A backend may connect two ranks with their first message, for which both wait.
-
-    Args:
-        group: A group of two ranks.
-        sender: Global rank of the one that sends.
-        device: Device of the tensors to come.
     """
     message = torch.zeros(1, dtype=torch.uint8, device=device)
     (receiver,) = (rank for rank in dist.get_process_group_ranks(group) if rank != sender)

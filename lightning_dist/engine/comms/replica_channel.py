@@ -39,19 +39,12 @@ class Event(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A report of the reader.
+    """A report of the reader."""
 
-    Attributes:
-        loader: Number of the loader, counted alike on all ranks.
-        epoch: Number of iterators of that loader so far, this one included.
-        event: The event.
-        content: The event's content, a batch for example.
-    """
-
-    loader: int
-    epoch: int
+    loader: int  # its number, counted alike on all ranks
+    epoch: int  # number of iterators of that loader so far, this one included
     event: Event
-    content: Any = None
+    content: Any = None  # a batch, for example
 
 
 class ReplicaChannel:

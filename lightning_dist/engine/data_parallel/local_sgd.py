@@ -25,18 +25,13 @@ from lightning_dist.engine.planning.partition import partition_layers
 
 @dataclass(slots=True)
 class _Fragment:
-    """A part of the model.
-
-    Attributes:
-        parameters: Its parameters.
-        first: The local step behind which its first average begins.
-        stepped: The parameters that have had a local step since the last average began.
-        sent: The parameters whose average is under way, that average, and when it is due.
-    """
+    """A part of the model."""
 
     parameters: list[nn.Parameter]
-    first: int
+    first: int  # the local step behind which its first average begins
+    # The parameters that have had a local step since the last average began.
     stepped: set[nn.Parameter] = field(default_factory=set)
+    # The parameters whose average is under way, that average, and when it is due.
     sent: tuple[list[nn.Parameter], PendingAverage, int] | None = None
 
 

@@ -51,11 +51,7 @@ class OuterOptimizer:
 
 
 class OuterSteps:
-    """The outer optimizer's state: the outer weights while rounds are under way, and the momentum.
-
-    Args:
-        options: The outer optimizer.
-    """
+    """The outer optimizer's state: the outer weights while rounds are under way, and momentum."""
 
     def __init__(self, options: OuterOptimizer) -> None:
         self._options = options
@@ -75,12 +71,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def step(self, parameters: Sequence[nn.Parameter], means: Sequence[Tensor]) -> list[Tensor]:
-        """Steps the outer weights, and returns them.
-
-        Args:
-            parameters: Those that have had local steps.
-            means: The mean of the replicas' weights of each.
-        """
+        """Steps the outer weights to the replicas' means of them, and returns them."""
         options = self._options
         for parameter, mean in zip(parameters, means, strict=True):
             gradient = self._weights[parameter] - mean

@@ -18,12 +18,7 @@ _BUCKET_BYTES = 25 * 2**20
 
 @torch.no_grad()
 def broadcast_state(tensors: Iterable[Tensor], group: DeviceGroup) -> None:
-    """Broadcasts the first rank's parameters and buffers. Collective: every rank must call it.
-
-    Args:
-        tensors: Tensors of the same shapes on each rank of the group, on any device.
-        group: Group of the ranks.
-    """
+    """Broadcasts the first rank's parameters and buffers, on any device. Collective."""
     if group.size == 1:
         return
     for tensor in tensors:
@@ -36,13 +31,7 @@ def broadcast_state(tensors: Iterable[Tensor], group: DeviceGroup) -> None:
 def average_gradients(
     parameters: Iterable[nn.Parameter], group: DeviceGroup, wire: torch.dtype | None = None
 ) -> None:
-    """Averages ``p.grad`` over the replicas, in buckets. Collective: every rank must call it.
-
-    Args:
-        parameters: Parameters, the same on each rank; see :func:`average_used`.
-        group: Group of the replicas.
-        wire: What is sent; None sends the gradients' own dtype.
-    """
+    """Averages ``p.grad`` over the replicas, as :func:`average_used` does."""
     own = [p for p in parameters if p.requires_grad or p.grad is not None]
     found = average_used([p.grad for p in own], own, group, wire)
     for parameter, gradient in zip(own, found, strict=True):
@@ -109,11 +98,7 @@ def average(tensors: Sequence[Tensor], group: DeviceGroup, wire: torch.dtype | N
 class PendingAverage:
     """The average of tensors over the replicas, under way. Collective: every rank must begin it.
 
-    Args:
-        tensors: Tensors of the same shapes on each rank of the group, sent in buckets; of a DTensor
-            this rank's shard. They may change while it is under way.
-        group: Group of the replicas.
-        wire: What is sent; None sends the tensors' own dtype.
+    The arguments are those of :func:`average`. The tensors may change while it is under way.
     """
 
     @torch.no_grad()

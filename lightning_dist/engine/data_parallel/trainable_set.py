@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_group import DeviceGroup
-from lightning_dist.engine.data_parallel.replicas import average
+from lightning_dist.engine.data_parallel.replicas import average_used
 
 
 class TrainableSet:
@@ -125,23 +125,14 @@ def average_left_gradients(
 
     The step that ends the accumulation averages the gradients of trainable parameters only, but
     optimizers apply every gradient. Collective: every rank must call it.
-
-    Args:
-        parameters: The frozen parameters.
-        group: Group of the replicas.
-        control_group: A gloo group of the replicas, in which they compare what they have.
     """
     if not parameters:
         return
     present = torch.tensor([int(p.grad is not None) for p in parameters])
     dist.all_reduce(present, dist.ReduceOp.MAX, control_group)
-    gradients = []
-    for parameter in [p for p, there in zip(parameters, present, strict=True) if there]:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
-    if gradients:
-        average(gradients, group)
+    own = [p for p, there in zip(parameters, present, strict=True) if there]
+    for parameter, mean in zip(own, average_used([p.grad for p in own], own, group), strict=True):
+        parameter.grad = mean
 
 
 def _fingerprint_of(flags: bytes) -> int:

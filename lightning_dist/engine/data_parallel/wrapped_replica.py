@@ -37,37 +37,22 @@ from lightning_dist.engine.data_parallel.trainable_set import TrainableSet, aver
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """How replicas average their gradients.
-
-    Attributes:
-        exchange: Options of the gradient average.
-        group: Group of the replicas, for the gradients.
-        control_group: A gloo group of the replicas.
-        make_notes: Creates the store for the replicas' notes.
-        is_automatic: Returns whether the loop calls backward after a step, not the step itself.
-    """
+    """How replicas average their gradients."""
 
     exchange: GradientExchange
-    group: DeviceGroup
-    control_group: dist.ProcessGroup
+    group: DeviceGroup  # of the replicas, for the gradients
+    control_group: dist.ProcessGroup  # of the replicas, on gloo
     make_notes: Callable[[], RankNotes]
-    is_automatic: Callable[[], bool]
+    is_automatic: Callable[[], bool]  # whether the loop calls backward after a step, not the step
 
 
 class WrappedReplica:
-    """Runs the steps of a module, and averages its gradients where an update needs them.
-
-    Args:
-        module: The user's module, equal on all ranks.
-        options: How the gradients are averaged.
-    """
+    """Runs the steps of a module that is equal on all ranks, and averages its gradients."""
 
     def __init__(self, module: nn.Module, options: ReplicaOptions) -> None:
-        exchange = options.exchange
         self._module = module
-        self._exchange = exchange
-        self._group = options.group
-        self._control_group = options.control_group
+        self._options = options
+        self._exchange = exchange = options.exchange
         self._is_automatic = options.is_automatic
         self._ddp: DistributedDataParallel | None = None
         self._keeps_gradients = False
@@ -88,7 +73,7 @@ class WrappedReplica:
         Collective: every rank must call it, outside of what changes parameters for a step.
         """
         if self._ddp is None:
-            self._ddp = self._exchange.wrap(self._module, self._group.group)
+            self._ddp = self._exchange.wrap(self._module, self._options.group.group)
 
     def _unwrap(self) -> None:
         ddp, self._ddp = self._ddp, None
@@ -108,7 +93,7 @@ class WrappedReplica:
         """
         frozen = self._trainable.begin_batch()
         if frozen is not None and not is_local:
-            average_left_gradients(frozen, self._group, self._control_group)
+            average_left_gradients(frozen, self._options.group, self._options.control_group)
         if frozen is not None or is_local:
             self._unwrap()
         if not is_local and not (self._exchange.static_graph and self._is_automatic()):
@@ -123,11 +108,8 @@ class WrappedReplica:
         if self._is_automatic():
             return self.ddp(step, *arguments, **keywords)
         # The step calls backward itself; when it has returned there is nothing to prepare.
-        self.ddp.require_backward_grad_sync = False
-        try:
+        with self.ddp.no_sync():
             return self.ddp(step, *arguments, **keywords)
-        finally:
-            self.ddp.require_backward_grad_sync = True
 
     def begin_backward(self, loss: Tensor, *, is_local: bool) -> None:
         """Prepares for a backward."""

@@ -54,17 +54,11 @@ _DISK_IN = ("torch.serialization", "torch.utils", "torch.distributed.checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """The interval of beats, and the time limits of standstills.
-
-    Attributes:
-        interval_seconds: Time between two beats.
-        patience_seconds: Time after which a standstill is reported.
-        limit_seconds: Time after which a silent rank ends the run.
-    """
+    """The interval of beats, and the time limits of standstills."""
 
     interval_seconds: float
-    patience_seconds: float
-    limit_seconds: float
+    patience_seconds: float  # after which a standstill is reported
+    limit_seconds: float  # after which a silent rank ends the run
 
     @classmethod
     def for_timeout(cls, timeout_seconds: float) -> Rhythm:
@@ -80,11 +74,6 @@ class RankProcess:
     rank: int
     host: str
     pid: int
-
-    @classmethod
-    def own(cls, rank: int) -> RankProcess:
-        """Creates the description of this process."""
-        return cls(rank, socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:
         """Returns the names of rank, process and host."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
 import sys
 import threading
 import time
@@ -56,21 +57,13 @@ class RemoteTraceback(Exception):  # noqa: N818  (it is the text of one)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure that ends a run.
+    """The failure that ends a run."""
 
-    Attributes:
-        rank: The rank that failed first.
-        summary: One line on the failure.
-        details: The traceback, if there is one.
-        is_value_error: Whether the user's input is wrong, so that all ranks raise the same error.
-        unanswering: The rank's process, if the rank has stopped answering.
-    """
-
-    rank: int
+    rank: int  # that failed first
     summary: str
-    details: str = ""
-    is_value_error: bool = False
-    unanswering: RankProcess | None = None
+    details: str = ""  # the traceback, if there is one
+    is_value_error: bool = False  # of the user's, so that all ranks raise the same error
+    unanswering: RankProcess | None = None  # the rank's process, if it has stopped answering
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException) -> Failure:
@@ -136,7 +129,8 @@ class FailureRing:
         self._has_news = threading.Event()
         self._standstills: dict[int, Standstill] = {}
         self._silence = Silence(rhythm, self._successor)
-        self._pulse = Pulse(rhythm, RankProcess.own(rank), progress)
+        own = RankProcess(rank, socket.gethostname(), os.getpid())
+        self._pulse = Pulse(rhythm, own, progress)
         self._sending = threading.Lock()  # two threads and the trainer's send
         self._sender = DistributedSender(group, self._predecessor)
         self._receiver = DistributedReceiver(
@@ -257,10 +251,8 @@ _POLL_SECONDS = 0.1
 
 def exit_after_grace(failure: Failure, has_left: Callable[[], bool]) -> None:
     """Ends the process after a grace period, unless its run has ended by then."""
-    thread = threading.Thread(
-        target=_wait_and_exit, args=(failure, has_left), name="last-resort", daemon=True
-    )
-    thread.start()
+    arguments = failure, has_left
+    threading.Thread(target=_wait_and_exit, args=arguments, name="last-resort", daemon=True).start()
 
 
 def _wait_and_exit(failure: Failure, has_left: Callable[[], bool]) -> None:
@@ -277,11 +269,7 @@ def _wait_and_exit(failure: Failure, has_left: Callable[[], bool]) -> None:
 
 
 def never_destroy(objects: Iterable[Any]) -> None:
-    """Keeps objects alive until the process has ended.
-
-    Args:
-        objects: Process groups, whose destructors would wait for other ranks.
-    """
+    """Keeps process groups, whose destructors would wait for ranks, until the process ends."""
     for kept in objects:
         # One reference that is never released. Python releases every other one while it exits,
         # those of modules and of frames too.

@@ -64,55 +64,33 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A worker's gradients for one server.
+    """A worker's gradients for one server."""
 
-    Attributes:
-        gradients: One for each parameter of the server's shard; None where a step left it out.
-        groups: The values of the worker's parameter groups, such as learning rates.
-        asked: Numbers of the decisions that this worker asks all workers for.
-    """
-
-    gradients: list[Tensor | None]
-    groups: list[dict[str, Any]]
-    asked: tuple[int, ...]
+    gradients: list[Tensor | None]  # of the server's shard; None where a step left one out
+    groups: list[dict[str, Any]]  # values of the worker's parameter groups, such as learning rates
+    asked: tuple[int, ...]  # numbers of the decisions that this worker asks all workers for
 
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """A worker waits for all workers.
+    """A worker waits for all workers."""
 
-    Attributes:
-        drains: Whether the newest weights are sent, and pushes wait until the server opens again.
-    """
-
-    drains: bool
+    drains: bool  # whether weights are sent, and pushes wait until the server opens again
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A server's answer.
+    """A server's answer."""
 
-    Attributes:
-        weights: Those of the server's shard; none behind a plain meeting.
-        due: For each decision, the number of updates behind which a worker obeys it.
-        living: The workers that are left, behind a plain meeting.
-        failure: Why the server cannot go on.
-    """
-
-    weights: list[Tensor]
-    due: dict[int, int] = field(default_factory=dict)
-    living: tuple[int, ...] = ()
-    failure: str = ""
+    weights: list[Tensor]  # of the server's shard; none behind a plain meeting
+    due: dict[int, int] = field(default_factory=dict)  # updates behind which a decision is obeyed
+    living: tuple[int, ...] = ()  # the workers that are left, behind a plain meeting
+    failure: str = ""  # why the server cannot go on
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A line in a server's record.
-
-    Attributes:
-        kind: Whether the worker's gradients have come, or the weights were sent to it.
-        worker: Its rank.
-    """
+    """A line in a server's record: a worker's gradients have come, or weights were sent to it."""
 
     kind: Literal["push", "pull"]
-    worker: int
+    worker: int  # its rank

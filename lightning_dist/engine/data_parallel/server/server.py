@@ -56,8 +56,6 @@ class ParameterServer:
         self._failure = ""
         self.arrivals: list[Arrival] = []
 
-    # --- of this rank's worker ---------------------------------------------------------------
-
     def open(self) -> None:
         """Lets pushes in, behind a change of the weights by this rank's hooks."""
         with self._changed:
@@ -73,8 +71,6 @@ class ParameterServer:
             self._failure = self._failure or text
             self._changed.notify_all()
             return self._failure
-
-    # --- of all workers ----------------------------------------------------------------------
 
     def answer(self, worker: int, request: Push | Meet) -> Reply:
         """Does what a worker asks for, when it may.
@@ -102,8 +98,6 @@ class ParameterServer:
             self._present.discard(worker)
             self._end_meeting()
             self._changed.notify_all()
-
-    # --- pushes ------------------------------------------------------------------------------
 
     def _push(self, worker: int, push: Push) -> None:
         self._wait(lambda: self._is_open)
@@ -147,8 +141,6 @@ class ParameterServer:
             if self._due.get(decision, -1) < self._clocks[worker]:
                 self._due[decision] = max(self._clocks.values()) + 1
 
-    # --- meetings ----------------------------------------------------------------------------
-
     def _meet(self, worker: int, meet: Meet) -> None:
         number = self._num_meetings
         self._present.add(worker)
@@ -165,8 +157,6 @@ class ParameterServer:
                 self._is_open = False  # before any worker leaves
             self._num_meetings += 1
             self._changed.notify_all()
-
-    # -----------------------------------------------------------------------------------------
 
     def _record(self, arrival: Arrival) -> None:
         if self._options.record_arrivals:

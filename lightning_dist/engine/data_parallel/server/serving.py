@@ -57,10 +57,6 @@ class Serving:
         for thread in self._threads:
             thread.start()
 
-    def interrupt(self, error: BaseException) -> None:
-        """Ends all waits of workers for each other."""
-        self._server.fail(str(error))
-
     def close(self, *, failed: bool) -> None:
         """Waits until all workers have said goodbye."""
         if failed:

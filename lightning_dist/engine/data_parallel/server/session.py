@@ -1,8 +1,8 @@
-"""A rank's part in a parameter server: its worker, and its server if it has one."""
+"""A rank's part in a parameter server: what it pushes, and its server if it has one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
-from lightning_dist.engine.data_parallel.server.messages import ServerOptions
+from lightning_dist.engine.data_parallel.server.messages import Meet, Push, Reply, ServerOptions
 from lightning_dist.engine.data_parallel.server.own_stream import OwnStream
 from lightning_dist.engine.data_parallel.server.server import ParameterServer
 from lightning_dist.engine.data_parallel.server.serving import Serving
 from lightning_dist.engine.data_parallel.server.shard import Partition, ShardOptimizer
 from lightning_dist.engine.data_parallel.server.stops import Decisions
-from lightning_dist.engine.data_parallel.server.worker import Worker
+from lightning_dist.engine.stashing.learning_rates import group_values
 
 
 class ServerSession:
@@ -34,8 +34,8 @@ class ServerSession:
         decisions: What this worker asks all workers for.
 
     Attributes:
-        worker: This rank's worker.
         server: This rank's server; None without one.
+        is_open: Whether weights may have changed since the last drain.
     """
 
     def __init__(
@@ -71,26 +71,64 @@ class ServerSession:
             self._serving = Serving(
                 self.server, self._rank, of_workers, self._stream, outlives_workers=outlives
             )
-        of_servers: list[tuple[Sender, Receiver]] = []
+        self._of_servers: list[tuple[Sender, Receiver]] = []
         for server in range(options.num_servers):
             if server == self._rank:
-                of_servers.append(own)
+                self._of_servers.append(own)
                 continue
             receiver = DistributedReceiver(back, server, device, timeout_seconds)
-            of_servers.append((DistributedSender(there, server), receiver))
+            self._of_servers.append((DistributedSender(there, server), receiver))
+        self._decisions = decisions
         decisions.begin()
-        self.worker = Worker(self._partition, of_servers, decisions)
+        self.is_open = False
         self._follow()
 
     def open(self) -> None:
         """Takes the module's weights, which hooks may have changed, and begins training."""
-        if self.worker.is_open:
+        if self.is_open:
             return
         self._follow()
-        self.worker.is_open = True
+        self.is_open = True
         if self.server is not None:
             with self._stream.in_turn():
                 self.server.open()
+
+    def push(self) -> None:
+        """Pushes the gradients of the module, and takes the weights that come back."""
+        groups, asked = group_values(self._optimizer), tuple(self._decisions.asked)
+        shards = self._partition.shards
+        replies = self._ask([Push([p.grad for p in own], groups, asked) for own in shards])
+        self._install(replies)
+        self._decisions.end_update()
+        self._decisions.learn(replies[0].due)
+
+    def drain(self) -> None:
+        """Waits for all workers, and takes the newest weights; the servers let no push in."""
+        if self.is_open:
+            self.is_open = False
+            self._install(self._ask([Meet(drains=True)] * len(self._of_servers)))
+
+    def meet(self) -> tuple[int, ...]:
+        """Waits for all workers, and returns the ranks of those that are left."""
+        (reply,) = self._ask([Meet(drains=False)])
+        self._decisions.learn(reply.due)
+        return reply.living
+
+    def _ask(self, requests: Sequence[Push | Meet]) -> list[Reply]:
+        pairs = self._of_servers[: len(requests)]
+        for (sender, _), request in zip(pairs, requests, strict=True):
+            sender.send(request)
+        replies: list[Reply] = [receiver.receive() for _, receiver in pairs]
+        for reply in replies:
+            if reply.failure:
+                raise RuntimeError(reply.failure)
+        return replies
+
+    @torch.no_grad()
+    def _install(self, replies: Sequence[Reply]) -> None:
+        for shard, reply in zip(self._partition.shards, replies, strict=True):
+            for parameter, weight in zip(shard, reply.weights, strict=True):
+                parameter.copy_(weight)
 
     @property
     def own_values(self) -> list[dict[str, Any]] | None:
@@ -114,19 +152,22 @@ class ServerSession:
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error where this worker waits, and ends the waits of others for each other."""
-        if self._serving is not None:
-            self._serving.interrupt(error)
-        self.worker.interrupt(error)
+        if self.server is not None:
+            self.server.fail(str(error))
+        for _, receiver in self._of_servers:
+            receiver.interrupt(error)
 
     def close(self, *, failed: bool) -> None:
         """Closes all channels, and leaves this rank's shard of the state in the optimizer.
 
         Collective: every sound rank must call it.
         """
-        self.worker.close(failed=failed)
+        for sender, _ in self._of_servers:
+            sender.close(failed=failed)
         if self._serving is not None:
             self._serving.close(failed=failed)
-        self.worker.close_receivers(failed=failed)
+        for _, receiver in self._of_servers:
+            receiver.close(failed=failed)
         if self._shard is not None:
             self._shard.lend(self._optimizer)
 

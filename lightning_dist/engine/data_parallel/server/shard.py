@@ -22,16 +22,10 @@ from lightning_dist.engine.stashing.learning_rates import (
 
 
 class Partition:
-    """Which server has which parameters; the same on each rank.
-
-    Args:
-        num_servers: Number of servers.
-
-    Attributes:
-        shards: The parameters of each server, in the order in which they travel.
-    """
+    """Which server has which parameters; the same on each rank."""
 
     def __init__(self, num_servers: int) -> None:
+        # The parameters of each server, in the order in which they travel.
         self.shards: list[list[nn.Parameter]] = [[] for _ in range(num_servers)]
 
     def extend(self, optimizer: Optimizer) -> None:
@@ -49,14 +43,11 @@ class ShardOptimizer:
 
     Args:
         optimizer: The optimizer of this rank's whole module, which never steps.
-
-    Attributes:
-        weights: The server's weights, in the order of the shard.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._copies: dict[Any, nn.Parameter] = {}
-        self.weights: list[nn.Parameter] = []
+        self.weights: list[nn.Parameter] = []  # in the order of the shard
         self._optimizer: Optimizer = object.__new__(type(optimizer))
         vars(self._optimizer).update(vars(optimizer))
         vars(self._optimizer).pop("step", None)  # a scheduler has wrapped that of the other one
@@ -67,12 +58,7 @@ class ShardOptimizer:
 
     @torch.no_grad()
     def follow(self, optimizer: Optimizer, shard: Sequence[nn.Parameter]) -> None:
-        """Takes the module's weights, new groups, and the state that was loaded into an optimizer.
-
-        Args:
-            optimizer: The optimizer of the whole module.
-            shard: This server's parameters of the module.
-        """
+        """Takes a shard's weights, new groups, and the state that was loaded into an optimizer."""
         for parameter in shard:
             if parameter not in self._copies:
                 self._copies[parameter] = nn.Parameter(torch.empty_like(parameter))
@@ -118,11 +104,7 @@ class ShardOptimizer:
         return [{key: group[key] for key in own} for group, own in values]
 
     def lend(self, optimizer: Optimizer) -> None:
-        """Shows this shard's state, and its own values of groups, in the optimizer of the module.
-
-        Args:
-            optimizer: The optimizer of the whole module, whose state is empty.
-        """
+        """Shows this shard's state, and own values of groups, in the module's empty optimizer."""
         parameters: dict[Any, nn.Parameter] = {copy: p for p, copy in self._copies.items()}
         for key, values in self._optimizer.state.items():
             optimizer.state[parameters.get(key, key)] = values

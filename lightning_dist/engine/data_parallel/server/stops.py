@@ -17,14 +17,11 @@ from lightning_dist.engine.comms.votes import JointDecision, StopAgreement, Stop
 
 
 class Decisions:
-    """What one worker asks for, and what is due.
-
-    Attributes:
-        asked: Numbers of the decisions that this worker asks for, until they are obeyed.
-    """
+    """What one worker asks for, and what is due."""
 
     def __init__(self) -> None:
-        self.asked: set[int] = set()  # adding is safe in a signal handler
+        # The decisions that are asked for, until they are obeyed; a signal handler may add one.
+        self.asked: set[int] = set()
         self._due: Mapping[int, int] = {}
         self._obeyed: dict[int, int] = {}
         self._num_updates = 0
@@ -62,12 +59,7 @@ class Decisions:
 
 
 class ServerStop(StopAgreement):
-    """A stop that workers agree on by way of the first server.
-
-    Args:
-        decisions: This worker's.
-        group: A gloo group of all ranks; not used.
-    """
+    """A stop that workers agree on by way of the first server; the group is not used."""
 
     def __init__(self, decisions: Decisions, group: dist.ProcessGroup) -> None:
         super().__init__(group, lag=0)
@@ -86,12 +78,9 @@ class ServerStop(StopAgreement):
 
 
 class ServerDecision(JointDecision):
-    """A recurring decision that workers agree on by way of the first server.
+    """A recurring decision that workers agree on by way of the first server; without the group.
 
-    Args:
-        decisions: This worker's.
-        group: A gloo group of all ranks; not used.
-        is_any: Returns whether any rank says yes. Collective: every rank must call it.
+    ``is_any`` returns whether any rank says yes. Collective: every rank must call it.
     """
 
     def __init__(
