@@ -6,8 +6,8 @@ to each other on one depend on the order of their calls. The schema of a message
 tensors and the tensors' infos, precedes the first message that differs, since shapes that are fixed
 by the first micro-batch give silently wrong gradients for uneven ones.
 
-Gloo alone takes CPU tensors and several ranks on one GPU. Tensors of a GPU are staged through
-pinned host memory. The host does not wait for the copies: a thread does, and sends them then.
+Gloo alone takes CPU tensors and several ranks on one GPU. Tensors of a GPU are copied to the host
+before they are sent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class DistributedSender(Sender):
         # The schema that the receiver knows, and the layout for which it has posted a receive.
         self._schema, self._layout = pickle.dumps((None, [])), PacketLayout()
         self._outbox = HostOutbox(peer)
-        self._is_late = False  # whether a thread begins the sends, in their order
 
     @override
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
@@ -78,7 +77,7 @@ class DistributedSender(Sender):
             parts = [announcement, torch.frombuffer(bytearray(schema), dtype=torch.uint8)]
             self._schema, self._layout = schema, PacketLayout(infos)
         packet = _packed(self._layout, PacketKind.TREE, tag, tensors)
-        self._transmit([*parts, packet], copied=_event_after(tensors))
+        self._transmit([*parts, packet])
 
     @override
     def close(self, *, failed: bool = False) -> None:
@@ -91,49 +90,25 @@ class DistributedSender(Sender):
         # wait for threads that are not there.
         self._group = None
 
-    def _transmit(self, parts: list[Tensor], copied: torch.Event | None = None) -> None:
+    def _transmit(self, parts: list[Tensor]) -> None:
         self._outbox.check()
-        group = self._group
-        assert group is not None, "the channel is closed"
-
-        def begin() -> list[dist.Work]:
-            if copied is not None:
-                copied.synchronize()
-            works = [dist.isend(part, dst=self._peer, group=group) for part in parts]
-            return [work for work in works if work is not None]
-
-        # Where nothing has to be waited for, the sending begins here: no thread has to wake up.
-        self._is_late = self._is_late or copied is not None
-        if self._is_late:
-            self._outbox.begin(begin, parts)
-            return
+        assert self._group is not None, "the channel is closed"
         try:
-            works = begin()
+            works = [dist.isend(part, dst=self._peer, group=self._group) for part in parts]
         except RuntimeError as error:
             raise PeerLostError(f"Rank {self._peer} cannot be reached: {error}") from error
-        self._outbox.keep(works, parts)
-
-
-def _event_after(tensors: Sequence[Tensor]) -> torch.Event | None:
-    """Returns an event after the copies of tensors to the host; None if all were there."""
-    device = next((t.device for t in tensors if t.device.type != "cpu"), None)
-    if device is None:
-        return None
-    event = torch.Event(device)
-    event.record()
-    return event
+        self._outbox.keep([work for work in works if work is not None], parts)
 
 
 def _packed(
     layout: PacketLayout, kind: PacketKind, value: int = 0, tensors: Sequence[Tensor] = ()
 ) -> Tensor:
     """Copies tensors and a header into a new packet."""
-    is_pinned = any(tensor.device.type != "cpu" for tensor in tensors)
-    packet = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    packet = torch.empty(layout.num_bytes, dtype=torch.uint8)
     memory: Memory = packet.numpy()
     write_header(memory, kind, value)
     for place, tensor in zip(layout.tensors(memory), tensors, strict=False):
-        place.copy_(tensor.detach(), non_blocking=True)
+        place.copy_(tensor.detach())
     return packet
 
 

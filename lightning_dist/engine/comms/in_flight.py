@@ -30,7 +30,6 @@ _POLL_SECONDS = 0.01
 
 Posted = tuple[Sequence[dist.Work], Sequence[Tensor]]
 """Operations under way, and the tensors that they read or write."""
-_Begin = Callable[[], Sequence[dist.Work]]
 
 
 class HostOutbox:
@@ -42,26 +41,14 @@ class HostOutbox:
 
     def __init__(self, peer: int) -> None:
         self._peer = peer
-        # Sends under way, or what begins them; None ends the thread.
-        self._pending: queue.SimpleQueue[tuple[_Begin, Sequence[Tensor]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._pending: queue.SimpleQueue[Posted | None] = queue.SimpleQueue()  # None ends it
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"send-to-{peer}", daemon=True)
         self._thread.start()
 
     def keep(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
         """Keeps the tensors of sends that have begun; returns at once."""
-        self._pending.put((lambda: works, tensors))
-
-    def begin(self, begin: _Begin, tensors: Sequence[Tensor]) -> None:
-        """Lets the thread begin sends, after all earlier ones.
-
-        Args:
-            begin: Begins the sends; may wait.
-            tensors: The tensors that are sent.
-        """
-        self._pending.put((begin, tensors))
+        self._pending.put((works, tensors))
 
     def check(self) -> None:
         """Raises :class:`.PeerLostError` if an earlier send has failed."""
@@ -80,7 +67,7 @@ class HostOutbox:
     def _run(self) -> None:
         try:
             while (posted := self._pending.get()) is not None:
-                for work in posted[0]():
+                for work in posted[0]:
                     work.wait()
                 del posted  # else the last activation stays alive until the next one
         except RuntimeError as error:

@@ -13,19 +13,20 @@ stopped has slept once, so it accuses no other rank when it goes on.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
+import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
-
-from lightning_dist.engine.common.frames import frame_of
 
 _PATIENCE_SECONDS = 30.0
 _BEATS_IN_PATIENCE = 6
@@ -205,9 +206,24 @@ class Pulse:
         return Resumption(self._process, seconds) if was_reported else None
 
 
+def frame_of(thread: int) -> FrameType | None:
+    """Returns the frame that the thread of a ``get_ident()`` is in; None if there is none."""
+    # CPython up to 3.11 lists the frames under a lock that a thread needs to start or to end. A
+    # garbage collection meanwhile lets such a thread in, and both wait forever (cpython #106883).
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _may_wait_for_rank(frame: FrameType | None) -> bool:
     """Returns whether an idle thread may be waiting for another rank."""
-    for caller in _outwards(frame):
+    if frame is None:
+        return False
+    for caller, _ in traceback.walk_stack(frame):
         name: str = caller.f_globals.get("__name__", "")
         if not _is_in(name, _WAITS):
             return _is_in(name, _RANKS_MEET_IN) and not _is_in(name, _DISK_IN)
@@ -218,18 +234,12 @@ def _place_of(frame: FrameType | None) -> str:
     """Names a thread's innermost function, and the innermost one of the user's code."""
     if frame is None:
         return "which has ended"
-    users = next((caller for caller in _outwards(frame) if _is_users(caller)), frame)
+    users = next((caller for caller, _ in traceback.walk_stack(frame) if _is_users(caller)), frame)
     return _described(frame) + ("" if users is frame else f", called {_described(users)}")
 
 
 def _is_in(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_users(frame: FrameType) -> bool:

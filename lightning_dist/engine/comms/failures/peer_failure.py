@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dist.engine.common.frames import frame_of
 from lightning_dist.engine.comms.channel import ChannelClosedError, PeerLostError
 from lightning_dist.engine.comms.failures.heartbeat import (
     Beat,
@@ -37,6 +36,7 @@ from lightning_dist.engine.comms.failures.heartbeat import (
     Rhythm,
     Silence,
     Standstill,
+    frame_of,
 )
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 

@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from lightning_dist.engine.common.frames import frame_of
+from lightning_dist.engine.comms.failures.heartbeat import frame_of
 
 
 def test_gives_the_frame_of_a_thread() -> None:
