@@ -19,12 +19,7 @@ import torch.distributed as dist
 
 
 class BackgroundSaves:
-    """Writes the checkpoints of a run, one at a time.
-
-    Args:
-        group: A gloo group of all ranks that save, for the thread alone.
-        device: Device of the tensors.
-    """
+    """Writes the checkpoints of a run, one at a time, on a thread with a gloo group of its own."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         # Here, for the module takes long to import, and most runs do not need it.

@@ -50,12 +50,7 @@ class RanksFailedError(Exception):
 
 
 class JointSave:
-    """This rank's part in a save; see the module's docstring.
-
-    Args:
-        path: Path of the checkpoint, the same on all ranks.
-        group: Group of all ranks that save, for CPU tensors; None for a single process.
-    """
+    """This rank's part in a save; as for :func:`.save_sharded`, of a path and a group."""
 
     def __init__(self, path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
         self._path = path
@@ -89,9 +84,6 @@ class JointSave:
         """Creates an empty folder that each rank sees, and removes it if the save fails.
 
         Collective: every rank must enter it.
-
-        Args:
-            place: Where the checkpoint is to be.
 
         Raises:
             ValueError: A rank has another disk and does not see the folder.

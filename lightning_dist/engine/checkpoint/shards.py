@@ -25,12 +25,7 @@ from lightning_dist.engine.tensors.dtensor import is_storable
 def write_shards(
     tensors: dict[str, Tensor], folder: Path | str, group: dist.ProcessGroup | None
 ) -> None:
-    """Writes this rank's tensors. Collective: every rank of the group must call it.
-
-    Args:
-        tensors: Tensors by key; a key that several ranks have is written once.
-        folder: Path or URL of the directory, the same on all ranks.
-        group: Group of all ranks that save, for CPU tensors; None for a single process.
+    """Writes this rank's tensors; a key that several ranks have once. Collective.
 
     Raises:
         RanksFailedError: A rank could not write; raised on all ranks.

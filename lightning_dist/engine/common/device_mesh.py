@@ -12,12 +12,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 
 
 def build_mesh(shape: MeshShape, device_type: str, backend: str | None = None) -> DeviceMesh:
-    """Creates the mesh of all ranks. Collective: every rank must call it.
-
-    Args:
-        shape: Sizes of the mesh.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        backend: Backend of the mesh's groups; None takes the world's.
+    """Creates the mesh of all ranks, on the world's backend if None. Collective.
 
     Returns:
         The mesh, with each axis of :data:`.AXES` that has more than one rank. It also has

@@ -8,12 +8,7 @@ import torch.distributed as dist
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Returns the values of all ranks of a group, in their order. Collective.
-
-    Args:
-        value: This rank's value; must be picklable.
-        group: A gloo group; objects need CPU tensors.
-    """
+    """Returns the values of all ranks of a gloo group, in their order. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone

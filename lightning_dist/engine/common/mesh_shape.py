@@ -98,11 +98,7 @@ class MeshShape:
 
 
 def fill_mesh(world_size: int, **sizes: int | Literal["auto"]) -> MeshShape:
-    """Creates the shape of a mesh of all ranks.
-
-    Args:
-        world_size: Number of all ranks.
-        sizes: Sizes by axis; at most one is ``"auto"`` and takes the ranks that are left.
+    """Creates a mesh of all ranks; at most one size is ``"auto"`` and takes those that are left.
 
     Raises:
         ValueError: The sizes do not multiply to the world size.

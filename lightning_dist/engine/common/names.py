@@ -18,14 +18,8 @@ from numbers import Integral, Real
 def check_count(name: str, value: object, at_least: int = 1, *, instead: str = "") -> None:
     """Checks that an argument is an integer of at least some value.
 
-    Args:
-        name: Name of the argument.
-        value: Value of the argument.
-        at_least: The least allowed value.
-        instead: Other allowed values, for the error's text, such as ``"'auto'"``.
-
     Raises:
-        ValueError: The value is no integer, or too small.
+        ValueError: The value is no integer, or too small; ``instead`` are other allowed values.
     """
     is_number = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_number or value < at_least:  # type: ignore[operator]

@@ -19,12 +19,7 @@ _POLL_SECONDS = 0.05
 
 
 class ContactError(ValueError):
-    """An address and a port lead to no store.
-
-    Attributes:
-        found: What was found.
-        remedy: What to change.
-    """
+    """An address and a port lead to no store: what was found, and what to change."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"{found}. {remedy}")

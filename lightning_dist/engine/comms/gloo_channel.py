@@ -43,12 +43,7 @@ from lightning_dist.engine.tensors.tree import flatten, unflatten
 
 
 class DistributedSender(Sender):
-    """Sends copies of trees to one rank over a gloo process group; needs no keys.
-
-    Args:
-        group: The communicator of this direction.
-        peer: Global rank of the receiver.
-    """
+    """Sends copies of trees to one global rank over a gloo process group; needs no keys."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self._group: dist.ProcessGroup | None = group

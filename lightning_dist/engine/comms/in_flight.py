@@ -33,11 +33,7 @@ Posted = tuple[Sequence[dist.Work], Sequence[Tensor]]
 
 
 class HostOutbox:
-    """Keeps CPU tensors until they have been sent; a thread waits for that.
-
-    Args:
-        peer: Global rank of the receiver.
-    """
+    """Keeps CPU tensors until they have been sent to a peer; a thread waits for that."""
 
     def __init__(self, peer: int) -> None:
         self._peer = peer
@@ -103,13 +99,7 @@ class StreamOutbox:
 
 
 class HostIntake:
-    """Waits for CPU tensors, on a thread.
-
-    Args:
-        peer: Global rank of the sender.
-        timeout_seconds: How long :meth:`take` waits.
-        cause_seconds: How long :meth:`take` waits for the cause when the sender is gone.
-    """
+    """Waits for CPU tensors, on a thread; its arguments are those of :class:`.Inbox`."""
 
     def __init__(self, peer: int, timeout_seconds: float | None, cause_seconds: float) -> None:
         self._peer = peer
@@ -152,9 +142,6 @@ class StreamIntake:
     """Lets the current stream wait for tensors of an accelerator, and not the host.
 
     Receives are posted on a stream of their own, where no computing delays them.
-
-    Args:
-        device: The accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:

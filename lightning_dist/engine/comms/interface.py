@@ -22,15 +22,10 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def choose_interface(address: str) -> str | None:
-    """Returns the interface to take instead of the loopback.
+    """Returns the interface to take instead of the loopback, on the way to the first rank's host.
 
-    Args:
-        address: Name or address of the host of the first rank. On that host itself it may lead to
-            the loopback, too; then its only other interface is taken.
-
-    Returns:
-        The interface's name. None if torch would not take the loopback, or if it is not clear what
-        to take.
+    On that host itself its address may lead to the loopback, too; then its only other interface is
+    taken. None if torch would not take the loopback, or if it is not clear what to take.
     """
     found = interfaces()
     if not leads_to_loopback(socket.gethostname(), found):
@@ -71,12 +66,7 @@ def interfaces() -> dict[str, str]:
 
 
 def leads_to_loopback(name: str, found: Container[str]) -> bool:
-    """Returns whether torch takes the loopback, by its rule: the name's first own address.
-
-    Args:
-        name: The host's own name.
-        found: Addresses of its interfaces.
-    """
+    """Returns whether torch takes the loopback, by its rule: the host name's first own address."""
     try:
         answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:

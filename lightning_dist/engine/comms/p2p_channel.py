@@ -117,11 +117,9 @@ class P2PReceiver(Receiver):
         group: The communicator of this direction and use; its members are the two ranks.
         peer: Global rank of the sender.
         device: Device of the tensors; those that were sent from the host come back there.
-        timeout_seconds: How long :meth:`receive` waits; None waits for ever. On an accelerator
-            the group's own timeout counts.
+        timeout_seconds: As for :class:`.Inbox`; on an accelerator the group's own timeout counts.
         control: Channel from the same rank, for schemas.
-        cause_seconds: How long :meth:`receive` waits for :meth:`interrupt` to bring the cause when
-            the sender is gone.
+        cause_seconds: As for :class:`.Inbox`.
     """
 
     def __init__(
@@ -230,19 +228,7 @@ _NEVER = timedelta(days=365)
 
 
 class P2PGroups:
-    """Communicators of two ranks and one direction.
-
-    Args:
-        pipelines: Global ranks of each pipeline.
-        backend: Backend of the communicators.
-        device: Device of the tensors.
-        timeout_seconds: How long a receive waits.
-
-    Attributes:
-        groups: The communicators of this rank.
-        ranks: Global ranks of this rank's pipeline.
-        place: This rank's index in its pipeline.
-    """
+    """Communicators of two ranks and one direction, in pipelines of global ranks."""
 
     def __init__(
         self,
@@ -255,17 +241,15 @@ class P2PGroups:
         self._backend = backend
         self._device = device
         self._timeout_seconds = timeout_seconds
-        self.groups: list[dist.ProcessGroup] = []
+        self.groups: list[dist.ProcessGroup] = []  # those of this rank
+        # This rank's pipeline, and its place there.
         (self.ranks,) = [ranks for ranks in pipelines if dist.get_rank() in ranks]
         self.place = self.ranks.index(dist.get_rank())
 
     def open(self, ends: Mapping[GroupKey, tuple[int, int]]) -> dict[GroupKey, dist.ProcessGroup]:
-        """Opens communicators in each pipeline, and returns this rank's.
+        """Opens communicators from place to place of each pipeline, and returns this rank's.
 
         Collective: every rank of the world must call it alike.
-
-        Args:
-            ends: The places of the sender and the receiver in a pipeline, by any two numbers.
         """
         is_host = self._device.type == "cpu"
         timeout = _NEVER if is_host else timedelta(seconds=self._timeout_seconds)

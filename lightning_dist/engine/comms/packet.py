@@ -56,24 +56,19 @@ class PacketKind(IntEnum):
 
 
 class PacketLayout:
-    """The places of a header and some tensors in a packet.
-
-    Attributes:
-        begins: Bytes before each tensor.
-        num_bytes: Bytes of the whole packet.
-    """
+    """The places of a header and some tensors in a packet."""
 
     def __init__(self, infos: Sequence[TensorInfo] = ()) -> None:
         self.infos = tuple(infos)
-        self.begins: list[int] = []
-        self.num_bytes = _aligned(_HEADER.size)
+        self._begins: list[int] = []
+        self.num_bytes = _aligned(_HEADER.size)  # of the whole packet
         for info in self.infos:
-            self.begins.append(self.num_bytes)
+            self._begins.append(self.num_bytes)
             self.num_bytes = _aligned(self.num_bytes + info.num_bytes)
 
     def tensors(self, memory: Memory) -> Iterator[Tensor]:
         """Yields the tensors of a packet."""
-        for info, begin in zip(self.infos, self.begins, strict=True):
+        for info, begin in zip(self.infos, self._begins, strict=True):
             count = math.prod(info.shape)
             if count == 0:
                 yield torch.empty(info.shape, dtype=info.dtype)

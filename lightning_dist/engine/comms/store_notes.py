@@ -20,11 +20,7 @@ _POLL_SECONDS = 0.02
 class RankNotes:
     """One rank's part in the notes of all: lists of numbers, one for each round.
 
-    Args:
-        store: The store that all ranks use.
-        name: A name that is the same on each rank, and never used before in the store.
-        rank: This rank.
-        ranks: All ranks.
+    The name is the same on each rank, and was never used before in the store.
     """
 
     def __init__(self, store: dist.Store, name: str, rank: int, ranks: Sequence[int]) -> None:

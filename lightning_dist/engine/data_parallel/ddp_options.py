@@ -25,12 +25,7 @@ Compression = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"]
 
 
 class StepModule(nn.Module):
-    """Runs a step of a LightningModule as its forward.
-
-    Args:
-        module: The module.
-        inner: Runs the step in its own forward; None for none.
-    """
+    """Runs a step of a LightningModule as its forward, inside of that of an inner one."""
 
     def __init__(self, module: nn.Module, inner: StepModule | None = None) -> None:
         super().__init__()
@@ -72,12 +67,7 @@ class GradientExchange:
     find_unused_parameters: bool = False
 
     def wrap(self, module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
-        """Wraps a module, whose replicas are equal already.
-
-        Args:
-            module: The module.
-            group: Group of the replicas, for tensors of the module's device.
-        """
+        """Wraps a module, whose replicas are equal already."""
         ddp = DistributedDataParallel(
             StepModule(module),
             process_group=group,

@@ -23,11 +23,7 @@ Averaged = torch.futures.Future[Tensor]
 
 
 class ErrorFeedback(ABC):
-    """Averages buckets, and holds what each parameter's gradients have lost.
-
-    Args:
-        group: Group of the replicas, for tensors of the gradients' device.
-    """
+    """Averages buckets over the replicas, and holds what each parameter's gradients have lost."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -59,12 +55,7 @@ class ErrorFeedback(ABC):
 
 
 class TopK(ErrorFeedback):
-    """Sends the elements with the largest magnitudes.
-
-    Args:
-        group: As for :class:`ErrorFeedback`.
-        fraction: Part of each parameter's elements that is sent, at least one of them.
-    """
+    """Sends a fraction of each parameter's elements, those of largest magnitude, at least one."""
 
     def __init__(self, group: dist.ProcessGroup, fraction: float) -> None:
         super().__init__(group)

@@ -36,12 +36,7 @@ class _Fragment:
 
 
 class LocalSGD:
-    """Counts a replica's local steps, and averages the weights when they are due.
-
-    Args:
-        module: This rank's replica, or part of it; with at least as many parameters as fragments.
-        group: Group of the replicas.
-        rounds: When weights are averaged, and how.
+    """Counts the local steps of a replica, or a part, and averages the weights when they are due.
 
     Attributes:
         outer: Steps from the weights of one average to those of the next (DiLoCo); None takes the

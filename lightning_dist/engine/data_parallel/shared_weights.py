@@ -84,10 +84,7 @@ class SharedWeights:
         self._is_shared = True
 
     def part(self, *, failed: bool = False) -> None:
-        """Gives each rank weights of its own, behind the updates of all. Collective.
-
-        Args:
-            failed: Whether the run has failed, so that no rank is waited for.
+        """Gives each rank weights of its own, behind the updates of all if none has failed.
 
         Raises:
             ValueError: An optimizer or a hook has replaced a parameter's data.

@@ -22,10 +22,6 @@ class TrainableSet:
     A rank that sees a change must know whether the other ranks see it too. But it must not wait for
     a rank that sees none and goes on. So each rank posts a fingerprint of its set before each
     batch. Only a rank with a change waits for the fingerprints, which every rank has posted.
-
-    Args:
-        module: This rank's replica.
-        group: A gloo group of the replicas.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -170,10 +170,7 @@ class Silence:
 class Pulse:
     """Creates the beats of this rank. The watched thread must create it.
 
-    Args:
-        rhythm: Rhythm of the run.
-        process: This rank.
-        progress: Returns a few words on where the run is; called on another thread.
+    ``progress`` returns a few words on where the run is; another thread calls it.
     """
 
     def __init__(self, rhythm: Rhythm, process: RankProcess, progress: Callable[[], str]) -> None:

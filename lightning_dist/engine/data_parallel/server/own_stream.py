@@ -18,11 +18,7 @@ from lightning_dist.engine.tensors.tree import flatten
 
 
 class OwnStream:
-    """A stream beside the one on which the process's worker computes; a CPU needs none.
-
-    Args:
-        device: Device of the weights.
-    """
+    """A stream beside the one on which the process's worker computes; a CPU needs none."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,11 +47,7 @@ class OwnStream:
 
 
 class _SettledChannel(MemoryChannel):
-    """Between threads on streams of their own: what is sent has been computed.
-
-    Args:
-        device: Device of the tensors.
-    """
+    """Between threads on streams of their own: what is sent has been computed."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

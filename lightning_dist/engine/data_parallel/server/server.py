@@ -26,16 +26,7 @@ from lightning_dist.engine.data_parallel.server.shard import ShardOptimizer
 
 
 class ParameterServer:
-    """A shard and the clocks of its workers; a thread for each worker may call it.
-
-    Args:
-        shard: The weights, and their optimizer.
-        options: How it treats what is pushed.
-        workers: Ranks of the workers.
-
-    Attributes:
-        arrivals: What came and what was sent, in order, if it is recorded.
-    """
+    """A shard and the clocks of its workers; a thread for each worker may call it."""
 
     def __init__(
         self, shard: ShardOptimizer, options: ServerOptions, workers: Sequence[int]
@@ -54,7 +45,7 @@ class ParameterServer:
         self._met = Reply([])
         self._is_open = False
         self._failure = ""
-        self.arrivals: list[Arrival] = []
+        self.arrivals: list[Arrival] = []  # in order, if they are recorded
 
     def open(self) -> None:
         """Lets pushes in, behind a change of the weights by this rank's hooks."""

@@ -24,12 +24,12 @@ from lightning_dist.engine.data_parallel.server.server import ParameterServer
 
 
 class Serving:
-    """Answers the workers of one server.
+    """Answers the workers of one server, over channels from each worker and back.
 
     Args:
         server: The server.
         rank: Its rank, for errors.
-        channels: From each worker, and back.
+        channels: By worker.
         stream: What the threads compute on.
         outlives_workers: Whether the server goes on without a worker that is lost.
     """
