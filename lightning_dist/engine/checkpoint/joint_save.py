@@ -26,6 +26,7 @@ from lightning_dist.engine.checkpoint.directory import (
 )
 from lightning_dist.engine.checkpoint.places import Draft, Place
 from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.names import shorten
 
 _SEEN_SECONDS = 5.0  # how long a network file system may take to show a new file elsewhere
 
@@ -104,10 +105,9 @@ class JointSave:
         reports, _ = self._reports(lambda: _is_seen(draft, mark))
         if self._rank == 0:
             draft.unmark(mark)
-        blind = [(rank, r.host) for rank, r in enumerate(reports) if not r.result]
-        if blind:
+        if blind := _blind(reports):
             raise ValueError(
-                f"{os.fspath(self._path)} would be torn: {_listed(blind)} cannot see the disk that"
+                f"{os.fspath(self._path)} would be torn: {shorten(blind, 8)} cannot see the disk that"
                 f" rank 0 (host {reports[0].host}) writes to, and each rank writes its part. Save"
                 " to a file system that all hosts share, or give the strategy"
                 " `save_full=True`: then rank 0 writes one file."
@@ -138,12 +138,12 @@ def path_to_read(path: str, group: dist.ProcessGroup) -> str:
     paths = gather_objects(path, group)
     seen = [candidate for candidate in (paths[0], path) if resolve(candidate).exists()]
     reports = gather_objects(_Report(socket.gethostname(), bool(seen)), group)
-    blind = [(rank, report.host) for rank, report in enumerate(reports) if not report.result]
+    blind = _blind(reports)
     if blind and len(blind) < len(paths):
         host = next(report.host for report in reports if report.result)
         raise ValueError(
             f"{paths[0]} is a checkpoint on host {host}, and"
-            f" {_listed(blind)} cannot see it. Load from a file system that all hosts share, or"
+            f" {shorten(blind, 8)} cannot see it. Load from a file system that all hosts share, or"
             " copy the checkpoint to the same path on each host."
         )
     return seen[0] if seen else str(paths[0])
@@ -166,6 +166,6 @@ def _is_seen(draft: Draft, mark: str) -> bool:
     return True
 
 
-def _listed(ranks: list[tuple[int, str]]) -> str:
-    shown = ", ".join(f"rank {rank} (host {host})" for rank, host in ranks[:8])
-    return f"{shown}{' and more' if len(ranks) > 8 else ''}"
+def _blind(reports: list[_Report]) -> list[str]:
+    """Names the ranks that have not seen something."""
+    return [f"rank {n} (host {r.host})" for n, r in enumerate(reports) if not r.result]

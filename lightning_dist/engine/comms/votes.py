@@ -74,14 +74,11 @@ class StopAgreement:
     def post(self, vote: int) -> Posted:
         """Posts this rank's flag for the next boundary, and a vote with it. Collective."""
         flags = [int(reason is self.requested) for reason in list(StopReason)[1:]]
-        sums = torch.tensor([vote, *flags], dtype=torch.int32)
-        work = dist.all_reduce(sums, group=self._group, async_op=True)
-        assert work is not None
         if self._is_posted:  # no boundary came between
             self._pending.pop()
         self._is_posted = True
-        self._pending.append((work, sums))
-        return work, sums
+        self._pending.append(_begin_sum([vote, *flags], self._group))
+        return self._pending[-1]
 
     def go_on(self) -> None:
         """Forgets a reason that all ranks have obeyed. Collective: every rank must call it."""
@@ -122,7 +119,7 @@ class JointDecision:
     ) -> None:
         self._group = group
         self._lag = lag
-        self._post = post or self._post_vote
+        self._post = post or (lambda vote: _begin_sum([vote], group))
         self._pending: deque[Posted] = deque()
 
     def at_boundary(self, wanted: bool) -> bool:
@@ -147,7 +144,7 @@ class JointDecision:
         Returns:
             Whether any rank votes yes, or has voted yes at a boundary that is not decided yet.
         """
-        self._pending.append(self._post_vote(int(wanted)))
+        self._pending.append(_begin_sum([int(wanted)], self._group))
         votes = [_count(pending) for pending in self._pending]
         self._pending.clear()
         return any(votes)
@@ -157,11 +154,12 @@ class JointDecision:
         while self._pending:
             _count(self._pending.popleft())
 
-    def _post_vote(self, vote: int) -> Posted:
-        votes = torch.tensor([vote], dtype=torch.int32)
-        work = dist.all_reduce(votes, group=self._group, async_op=True)
-        assert work is not None
-        return work, votes
+
+def _begin_sum(numbers: list[int], group: dist.ProcessGroup) -> Posted:
+    sums = torch.tensor(numbers, dtype=torch.int32)
+    work = dist.all_reduce(sums, group=group, async_op=True)
+    assert work is not None
+    return work, sums
 
 
 def _count(pending: Posted) -> int:

@@ -39,7 +39,7 @@ class SharedWeights:
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._parameters, self._group = parameters, group
-        self._is_shared = False
+        self.is_shared = False  # whether the parameters are in shared memory now
         hosts = sorted(set(gather_objects(socket.gethostname(), group)))
         if len(hosts) > 1:
             raise ValueError(
@@ -67,11 +67,6 @@ class SharedWeights:
         if is_first:
             Path(path[0]).unlink()  # the memory stays until the last process has let go of it
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether the parameters are in shared memory now."""
-        return self._is_shared
-
     def share(self) -> None:
         """Moves the first rank's weights into shared memory. Collective."""
         dist.barrier(self._group)  # no rank reads there any more
@@ -81,7 +76,7 @@ class SharedWeights:
         dist.barrier(self._group)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
-        self._is_shared = True
+        self.is_shared = True
 
     def part(self, *, failed: bool = False) -> None:
         """Gives each rank weights of its own, behind the updates of all if none has failed.
@@ -94,7 +89,7 @@ class SharedWeights:
             dist.barrier(self._group)
         for parameter in self._parameters:
             parameter.data = parameter.detach().clone()
-        self._is_shared = False
+        self.is_shared = False
 
     def _check(self) -> None:
         for parameter, view in zip(self._parameters, self._views, strict=True):

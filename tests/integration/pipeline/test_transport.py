@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.engine.comms import gloo_channel
 from lightning_dist.engine.comms.channel import ChannelClosedError
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.comms.packet import TensorInfo
@@ -72,23 +70,6 @@ def message(number: int) -> dict[str, Any]:
     return {"number": number, "x": [] if number % 7 == 3 else [tensor, tensor.detach() + 1]}
 
 
-class SlowCopy:
-    """Stands for the event after a copy from a GPU."""
-
-    def synchronize(self) -> None:
-        time.sleep(0.2)
-
-
-def exchange_late() -> None:
-    """As if the tensors of two messages lay on a GPU."""
-    with mock.patch.object(gloo_channel, "_event_after", side_effect=late_at(5, 25)):
-        exchange()
-
-
-def late_at(*numbers: int) -> Iterator[SlowCopy | None]:
-    return (SlowCopy() if number in numbers else None for number in range(NUM_MESSAGES))
-
-
 def exchange() -> None:
     """Sends without and with a receiver that keeps up."""
     dist.init_process_group("gloo")
@@ -117,10 +98,8 @@ def exchange() -> None:
         receiver.receive()
 
 
-@pytest.mark.some("exchange_late")
-@pytest.mark.parametrize("run", [exchange, exchange_late])
-def test_messages_come_whole_and_in_order(workers: WorkerPool, run: Callable[[], None]) -> None:
-    workers.run(2, run)
+def test_messages_come_whole_and_in_order(workers: WorkerPool) -> None:
+    workers.run(2, exchange)
 
 
 def exchange_of_two_devices() -> None:

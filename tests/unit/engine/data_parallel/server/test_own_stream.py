@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_dist.engine.comms.channel import MemoryChannel
 from lightning_dist.engine.data_parallel.server.messages import Meet, Reply
-from lightning_dist.engine.data_parallel.server.own_stream import OwnStream
-from lightning_dist.engine.data_parallel.server.serving import Serving
+from lightning_dist.engine.data_parallel.server.serving import OwnStream, Serving
 
 GPU = torch.device("cuda", 0)
 
