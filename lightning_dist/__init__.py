@@ -4,7 +4,7 @@ Importing this package registers its strategies' names, so that
 ``L.Trainer(strategy="pipeline_pipedream")`` works after ``import lightning_dist``.
 """
 
-from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
+from lightning_dist.engine.data_parallel.local_config import OuterOptimizer
 from lightning_dist.planner import plan
 from lightning_dist.registration import register_strategies
 from lightning_dist.strategies.auto import AutoStrategy

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
-from lightning_dist.engine.data_parallel.outer_optimizer import OuterSteps
+from lightning_dist.engine.data_parallel.local_sgd import OuterSteps
 from recipes.staleness.lockstep import Loss, Rate
 
 

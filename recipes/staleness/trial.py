@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from lightning_dist.engine.data_parallel.local_config import LocalConfig
-from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
+from lightning_dist.engine.data_parallel.local_config import LocalConfig, OuterOptimizer
 from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.splitting.config import PipelineConfig, StalenessCorrection
 

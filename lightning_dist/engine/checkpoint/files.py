@@ -181,7 +181,16 @@ def save_sharded(
 def split_parts(checkpoint: Mapping[str, Any], group: dist.ProcessGroup | None) -> Parts:
     """Returns the parts to write of a checkpoint, as :func:`save_sharded` does. Collective."""
     tensors, rest = _split(checkpoint)
-    return tensors, {**rest, **_gather_rest(rest, group)}
+    if group is None:
+        return tensors, rest
+    lists = OPTIMIZERS.keys() & rest.keys()
+    own = {key: rest[key] for key in SECTIONS.keys() & rest.keys()}
+    own |= {key: [{"state": state["state"]} for state in rest[key]] for key in lists}
+    whole = _merge(gather_objects(own, group))  # the few entries that are not tensors
+    for key in lists:
+        pairs = zip(rest[key], whole[key], strict=True)
+        whole[key] = [{**state, **merged} for state, merged in pairs]
+    return tensors, {**rest, **whole}
 
 
 def write_parts(
@@ -231,6 +240,14 @@ def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Returns:
         The first rank's entries, with the weights and optimizer states of all ranks.
     """
+    merged = _merge(parts)
+    for key in OPTIMIZERS.keys() & merged.keys():
+        merged[key] = [to_numbers(state) for state in merged[key]]
+    tied_names.unfold(merged, SECTIONS)
+    return merged
+
+
+def _merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for part in parts:
         if not merged:
@@ -240,9 +257,6 @@ def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for key in OPTIMIZERS.keys() & part.keys():
             for whole, state in zip(merged[key], part[key], strict=True):
                 whole["state"].update(state["state"])
-    for key in OPTIMIZERS.keys() & merged.keys():
-        merged[key] = [to_numbers(state) for state in merged[key]]
-    tied_names.unfold(merged, SECTIONS)
     return merged
 
 
@@ -269,25 +283,6 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
                     kept[name] = others
             rest[key].append({**state, "state": kept})
     return tensors, rest
-
-
-def _gather_rest(rest: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Gathers the few entries of modules and optimizers that are not tensors from all ranks."""
-    if group is None:
-        return {}
-    sections = sorted(SECTIONS.keys() & rest.keys())
-    own = [rest[key] for key in sections]
-    lists = sorted(OPTIMIZERS.keys() & rest.keys())
-    own += [state["state"] for key in lists for state in rest[key]]
-    everyone = gather_objects(own, group)
-    entries = [
-        {name: value for part in parts for name, value in part.items()}
-        for parts in zip(*everyone, strict=True)
-    ]
-    gathered: dict[str, Any] = {key: entries.pop(0) for key in sections}
-    for key in lists:
-        gathered[key] = [{**state, "state": entries.pop(0)} for state in rest[key]]
-    return gathered
 
 
 def _read_tensors(

@@ -107,9 +107,9 @@ class JointSave:
             draft.unmark(mark)
         if blind := _blind(reports):
             raise ValueError(
-                f"{os.fspath(self._path)} would be torn: {shorten(blind, 8)} cannot see the disk that"
-                f" rank 0 (host {reports[0].host}) writes to, and each rank writes its part. Save"
-                " to a file system that all hosts share, or give the strategy"
+                f"{os.fspath(self._path)} would be torn: {shorten(blind, 8)} cannot see the disk"
+                f" that rank 0 (host {reports[0].host}) writes to, and each rank writes its part."
+                " Save to a file system that all hosts share, or give the strategy"
                 " `save_full=True`: then rank 0 writes one file."
             )
 

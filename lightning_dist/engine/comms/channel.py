@@ -10,11 +10,15 @@ of one rank or between ranks that are threads of a test.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 from collections import defaultdict, deque
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.engine.tensors.tree import flatten, unflatten
@@ -66,6 +70,27 @@ class Receiver(Protocol):
 
     def close(self, *, failed: bool = False) -> None:
         """Waits until the far end has closed the channel, unless the run has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor's properties without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_on_host: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorInfo:
+        """Creates the info of a tensor."""
+        is_on_host = tensor.device.type == "cpu"
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_on_host)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Inbox:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.engine.comms.channel import PeerLostError, Receiver, Sender
+from lightning_dist.engine.comms.channel import PeerLostError, Receiver, Sender, TensorInfo
 from lightning_dist.engine.comms.in_flight import (
     HostIntake,
     HostOutbox,
@@ -36,7 +36,6 @@ from lightning_dist.engine.comms.in_flight import (
     StreamIntake,
     StreamOutbox,
 )
-from lightning_dist.engine.comms.packet import TensorInfo
 from lightning_dist.engine.tensors.tree import flatten, unflatten
 
 

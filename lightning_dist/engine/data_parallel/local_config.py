@@ -6,9 +6,42 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_dist.engine.common.names import check_count
-from lightning_dist.engine.data_parallel.outer_optimizer import OuterOptimizer
 
 Wire = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)  # without slots, which the command line's parser does not take
+class OuterOptimizer:
+    """SGD on the outer gradients, as ``torch.optim.SGD`` does it.
+
+    A rate of 1 without momentum takes the mean of the replicas' weights, as local SGD does.
+
+    Attributes:
+        lr: Outer learning rate.
+        momentum: Outer momentum.
+        nesterov: Whether the momentum is Nesterov's.
+
+    Raises:
+        ValueError: A value is out of range, or Nesterov's momentum is 0.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        if not self.lr > 0.0:
+            raise ValueError(f"OuterOptimizer(lr={self.lr}): use a rate above 0, such as 0.7.")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(
+                f"OuterOptimizer(momentum={self.momentum}): use a momentum from 0 to below 1."
+            )
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError(
+                "OuterOptimizer(nesterov=True, momentum=0.0): Nesterov's step needs a momentum."
+                " Give one, such as 0.9, or nesterov=False."
+            )
 
 
 @dataclass(frozen=True)  # without slots, which the command line's parser does not take

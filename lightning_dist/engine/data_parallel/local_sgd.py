@@ -11,16 +11,77 @@ weights, so all rounds end there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_group import DeviceGroup
-from lightning_dist.engine.data_parallel.local_config import LocalConfig
-from lightning_dist.engine.data_parallel.outer_optimizer import OuterSteps
+from lightning_dist.engine.data_parallel.local_config import LocalConfig, OuterOptimizer
 from lightning_dist.engine.data_parallel.replicas import PendingAverage, average
 from lightning_dist.engine.planning.partition import partition_layers
+from lightning_dist.engine.tensors.dtensor import shard_like
+
+
+class OuterSteps:
+    """The state of DiLoCo's outer optimizer, which steps from one round of local steps to the next.
+
+    Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv
+    2311.08105), algorithm 1. A round begins with the outer weights on all replicas. Its outer
+    gradient is these weights less the mean of the replicas' weights at its end.
+    """
+
+    def __init__(self, options: OuterOptimizer) -> None:
+        self._options = options
+        self._weights: dict[nn.Parameter, Tensor] = {}
+        self._momentum: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remembers the weights that parameters have before their first local step."""
+        for parameter in parameters:
+            if parameter not in self._weights:
+                self._weights[parameter] = parameter.detach().clone()
+
+    def weights(self, parameter: nn.Parameter) -> Tensor:
+        """Returns the outer weights of a parameter that has begun a local step."""
+        return self._weights[parameter]
+
+    @torch.no_grad()
+    def step(self, parameters: Sequence[nn.Parameter], means: Sequence[Tensor]) -> list[Tensor]:
+        """Steps the outer weights to the replicas' means of them, and returns them."""
+        options = self._options
+        for parameter, mean in zip(parameters, means, strict=True):
+            gradient = self._weights[parameter] - mean
+            update = gradient
+            if options.momentum:
+                before = self._momentum.get(parameter)
+                kept = gradient.clone() if before is None else before * options.momentum + gradient
+                self._momentum[parameter] = kept
+                update = gradient + options.momentum * kept if options.nesterov else kept
+            # From the mean on, so that a rate of 1 without momentum leaves exactly the mean.
+            self._weights[parameter] = mean + (gradient - options.lr * update)
+        return [self._weights[parameter] for parameter in parameters]
+
+    def end(self) -> None:
+        """Forgets the outer weights, which all replicas have now."""
+        self._weights.clear()
+
+    def momentum_by_name(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns the momentum of a module's parameters that have one."""
+        named = module.named_parameters()
+        return {name: self._momentum[p] for name, p in named if p in self._momentum}
+
+    def load_momentum(self, module: nn.Module, momentum: Mapping[str, Tensor]) -> None:
+        """Takes the momentum of a module's parameters from a checkpoint."""
+        self._momentum = {
+            parameter: shard_like(momentum[name].to(parameter.dtype), parameter).to(
+                parameter.device, copy=True
+            )
+            for name, parameter in module.named_parameters()
+            if name in momentum
+        }
 
 
 @dataclass(slots=True)

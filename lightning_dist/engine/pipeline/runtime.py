@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from lightning_dist.engine.comms.channel import TensorInfo
 from lightning_dist.engine.comms.links import Links
-from lightning_dist.engine.comms.packet import TensorInfo
 from lightning_dist.engine.pipeline.gradients import LossWeights, WeighedGradients
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.stage import Stage, Step

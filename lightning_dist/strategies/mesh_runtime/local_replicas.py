@@ -22,8 +22,7 @@ from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
-from lightning_dist.engine.data_parallel.local_sgd import LocalSGD
-from lightning_dist.engine.data_parallel.outer_optimizer import OuterSteps
+from lightning_dist.engine.data_parallel.local_sgd import LocalSGD, OuterSteps
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.strategies.base.model_checks import check_learning_rates, check_own_averages
 from lightning_dist.strategies.base.rank_view import RankView

@@ -251,21 +251,20 @@ _POLL_SECONDS = 0.1
 
 def exit_after_grace(failure: Failure, has_left: Callable[[], bool]) -> None:
     """Ends the process after a grace period, unless its run has ended by then."""
-    arguments = failure, has_left
-    threading.Thread(target=_wait_and_exit, args=arguments, name="last-resort", daemon=True).start()
 
+    def wait_and_exit() -> None:
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            if has_left():
+                return
+            time.sleep(_POLL_SECONDS)
+        text = "".join(traceback.format_exception(failure.to_exception()))
+        print(f"{text}Ending this process, which is here:", file=sys.stderr)
+        frame = frame_of(threading.main_thread().ident or 0)
+        print("".join(traceback.format_stack(frame)), file=sys.stderr, flush=True)
+        os._exit(1)
 
-def _wait_and_exit(failure: Failure, has_left: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline:
-        if has_left():
-            return
-        time.sleep(_POLL_SECONDS)
-    text = "".join(traceback.format_exception(failure.to_exception()))
-    print(f"{text}Ending this process, which is here:", file=sys.stderr)
-    frame = frame_of(threading.main_thread().ident or 0)
-    print("".join(traceback.format_stack(frame)), file=sys.stderr, flush=True)
-    os._exit(1)
+    threading.Thread(target=wait_and_exit, name="last-resort", daemon=True).start()
 
 
 def never_destroy(objects: Iterable[Any]) -> None:

@@ -39,8 +39,10 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        if self.mode not in get_args(ServerMode):
-            raise ValueError(f"mode={self.mode!r} is unknown; use one of {get_args(ServerMode)}.")
+        for name, known in (("mode", ServerMode), ("compensation", Compensation)):
+            if getattr(self, name) not in get_args(known):
+                given = f"{name}={getattr(self, name)!r}"
+                raise ValueError(f"{given} is unknown; use one of {get_args(known)}.")
         check_count("num_servers", self.num_servers)
         if (self.mode == "bounded") != (self.max_staleness is not None):
             raise ValueError(
@@ -49,11 +51,6 @@ class ServerOptions:
             )
         if self.max_staleness is not None:
             check_count("max_staleness", self.max_staleness, at_least=0)
-        if self.compensation not in get_args(Compensation):
-            raise ValueError(
-                f"compensation={self.compensation!r} is unknown; use one of"
-                f" {get_args(Compensation)}."
-            )
         check_positive("compensation_strength", self.compensation_strength)
         if self.mode == "sync" and self.compensation != "none":
             raise ValueError(
