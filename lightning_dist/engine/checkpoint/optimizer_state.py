@@ -78,12 +78,7 @@ def regroup(
 def state_by_name(
     optimizer: Optimizer, module: nn.Module, names: GroupNames, firsts: FirstNames = _NO_TIES
 ) -> dict[str, Any]:
-    """Returns an optimizer's state with names for numbers.
-
-    Returns:
-        ``{"state": {name: {...}}, "param_groups": [{..., "params": [all names]}]}``; the state of
-        this rank's parameters only.
-    """
+    """Returns an optimizer's state with names for numbers, and all names in its groups."""
     own = name_groups(optimizer, module, firsts)
     # Lightning's stand-in, where `configure_optimizers` returns None, has neither.
     state_dict = {"state": {}, "param_groups": [], **optimizer.state_dict()}

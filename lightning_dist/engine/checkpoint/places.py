@@ -40,11 +40,7 @@ def is_local(path: str | os.PathLike[str]) -> bool:
 
 
 class Draft:
-    """A folder for the shards of a save that is under way.
-
-    Args:
-        path: The folder's path or URL, as torch takes it; the same on all ranks.
-    """
+    """A folder for the shards of a save that is under way, at the same path on all ranks."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = path
@@ -93,16 +89,12 @@ class DiskPlace:
         return loaded, resolved
 
     def draft(self, name: str) -> Draft:
-        """Returns the folder for a new save's shards.
-
-        Args:
-            name: A name that no other save has, the same on all ranks.
-        """
+        """Returns the folder for a save's shards, by a name of its own, the same on all ranks."""
         # One name for all saves: the next one removes what a killed one has left.
         return Draft(directory.temporary_name(self._path))
 
     def publish(self, draft: Draft, rest: Mapping[str, Any], help_text: str) -> None:
-        """Makes a draft the checkpoint, in one operation, and removes the checkpoint before.
+        """Makes a draft the checkpoint, and removes the one before.
 
         Args:
             draft: The folder with all shards.

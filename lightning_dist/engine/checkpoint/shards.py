@@ -44,13 +44,9 @@ def read_shards(
     is_wanted: Callable[[str], bool],
     create: Callable[[str, TensorStorageMetadata], Tensor],
 ) -> dict[str, Tensor]:
-    """Reads tensors by key, without communication.
+    """Reads the tensors of wanted keys into created ones, without communication.
 
-    Args:
-        folder: Path or URL of the directory.
-        is_wanted: Returns whether to read the tensor of a key.
-        create: Creates the tensor to read a key's values into; of a DTensor only this rank's shard
-            is read.
+    Of a DTensor only this rank's shard is read.
 
     Raises:
         OSError: A file could not be read.
@@ -65,20 +61,15 @@ def read_shards(
     with _silent_about_one_process():
         try:
             dcp.load(tensors, storage_reader=reader, no_dist=True)
-        except dcp.CheckpointException as error:
-            raise _read_error(folder, error) from error
+        except dcp.CheckpointException as error:  # which is no `Exception`
+            cause = next(iter(error.failures.values()))[0]
+            if isinstance(cause, OSError):
+                raise cause from error
+            raise ValueError(
+                f"A shard in {folder} is damaged, or was made to run code where it is read:"
+                f" {type(cause).__name__}: {reason_of(cause)} None of it was run; use another copy."
+            ) from error
     return tensors
-
-
-def _read_error(folder: Path | str, error: dcp.CheckpointException) -> Exception:
-    """Converts torch's error, which is no ``Exception``, into an ordinary one."""
-    cause = next(iter(error.failures.values()))[0]
-    if isinstance(cause, OSError):
-        return cause
-    return ValueError(
-        f"A shard in {folder} is damaged, or was made to run code where it is read:"
-        f" {type(cause).__name__}: {reason_of(cause)} None of it was run; use another copy."
-    )
 
 
 def empty_like(info: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:

@@ -32,10 +32,7 @@ def fold(
 ) -> dict[str, Any]:
     """Returns a checkpoint, of the whole model or a part, with one name for each tied parameter.
 
-    Args:
-        checkpoint: A Lightning checkpoint dictionary; not changed.
-        sections: Keys of the checkpoint's state dicts.
-        firsts: First names in the whole model.
+    Sections are keys of its state dicts. It is not changed itself.
     """
     if not firsts:
         return dict(checkpoint)

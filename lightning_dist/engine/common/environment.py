@@ -68,12 +68,7 @@ def transport_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def compare_environments(environments: Sequence[Environment]) -> Table:
-    """Compares the environments of all ranks, in their order.
-
-    Returns:
-        A row for each value of what differs, and the hosts and ranks that have it; no row if all
-        are the same.
-    """
+    """Returns a row for each value of what differs between ranks, and those that have it."""
     rows: list[tuple[str, str, str]] = []
     hosts = [environment.host for environment in environments]
     for name in sorted({name for environment in environments for name in environment.values}):

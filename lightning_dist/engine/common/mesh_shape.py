@@ -21,20 +21,14 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 class MeshShape:
     """Sizes of a mesh, outermost axis first.
 
-    Attributes:
-        pp: Pipeline stages.
-        dp_replicate: Data replicas.
-        dp_shard: Ranks that shard one replica.
-        tp: Tensor-parallel ranks.
-
     Raises:
         ValueError: A size below 1.
     """
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
+    pp: int = 1  # pipeline stages
+    dp_replicate: int = 1  # data replicas
+    dp_shard: int = 1  # ranks that shard one replica
+    tp: int = 1  # tensor-parallel ranks
 
     def __post_init__(self) -> None:
         """Checks the sizes."""

@@ -153,13 +153,8 @@ def _packed(
 class DistributedReceiver(Receiver):
     """Receives trees from one rank over a gloo process group.
 
-    Args:
-        group: The communicator of this direction.
-        peer: Global rank of the sender.
-        device: Device of the received tensors, but for those that were sent from the host.
-        timeout_seconds: How long :meth:`receive` waits; None waits for ever.
-        cause_seconds: How long :meth:`receive` waits for :meth:`interrupt` to bring the cause when
-            the sender is gone.
+    Tensors that were sent from the host stay there, others come to the device. Times are those of
+    :class:`.Inbox`; :meth:`interrupt` brings the cause.
     """
 
     def __init__(

@@ -110,15 +110,10 @@ class P2PSender(Sender):
 
 
 class P2PReceiver(Receiver):
-    """Receives trees from one rank; on an accelerator, the current stream waits for them.
+    """Receives what :class:`P2PSender` sends; on an accelerator, the current stream waits.
 
-    Args:
-        group: The communicator of this direction and use; its members are the two ranks.
-        peer: Global rank of the sender.
-        device: Device of the tensors; those that were sent from the host come back there.
-        timeout_seconds: As for :class:`.Inbox`; on an accelerator the group's own timeout counts.
-        control: Channel from the same rank, for schemas.
-        cause_seconds: As for :class:`.Inbox`.
+    Tensors that were sent from the host come back there. Times are those of :class:`.Inbox`; on an
+    accelerator the group's own timeout counts.
     """
 
     def __init__(

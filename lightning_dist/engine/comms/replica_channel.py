@@ -130,13 +130,10 @@ class ReplicaChannel:
 def open_channel(
     group: dist.ProcessGroup, device: torch.device, timeout_seconds: float
 ) -> ReplicaChannel:
-    """Opens this rank's place in the chain. Collective: every rank of the group must call it.
+    """Opens this rank's place in the chain of a gloo group, whose first rank reads. Collective.
 
-    Args:
-        group: A gloo group of a replica's ranks, with a timeout that is never reached. The first
-            rank reads.
-        device: Device whose random state travels along, besides the host's.
-        timeout_seconds: How long a rank waits for a batch.
+    The group's timeout is never reached; a rank waits ``timeout_seconds`` for a batch. The random
+    state of the device travels along, besides the host's.
     """
     ranks = dist.get_process_group_ranks(group)
     place = dist.get_rank(group)

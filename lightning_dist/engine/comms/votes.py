@@ -59,10 +59,9 @@ class StopAgreement:
         self._asked.add(reason)
 
     def at_boundary(self) -> StopReason:
-        """Posts this rank's flag and reads an older result. Collective: call it once per batch.
+        """Posts this rank's flag; returns whether to stop here, the same on all ranks.
 
-        Returns:
-            The reason to stop here, or ``NONE``; the same on all ranks.
+        Collective: call it once per batch.
         """
         if not self._is_posted:
             self.post(0)
@@ -125,9 +124,7 @@ class JointDecision:
     def at_boundary(self, wanted: bool) -> bool:
         """Posts this rank's vote. Collective: every rank must call it at the same boundaries.
 
-        Returns:
-            Whether to act here, the same on all ranks: all vote yes now, or some did ``lag``
-            boundaries ago.
+        Returns whether to act here: all vote yes now, or some did ``lag`` boundaries ago.
         """
         if len(self._pending) == self._lag and _count(self._pending.popleft()) > 0:
             self.forget()
@@ -139,11 +136,7 @@ class JointDecision:
         return True
 
     def settle(self, wanted: bool) -> bool:
-        """Decides at once, where ranks wait for each other anyway. Collective.
-
-        Returns:
-            Whether any rank votes yes, or has voted yes at a boundary that is not decided yet.
-        """
+        """Returns whether any rank votes yes, or has at an undecided boundary. Collective."""
         self._pending.append(_begin_sum([int(wanted)], self._group))
         votes = [_count(pending) for pending in self._pending]
         self._pending.clear()

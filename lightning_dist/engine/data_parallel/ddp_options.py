@@ -43,28 +43,20 @@ class StepModule(nn.Module):
 class GradientExchange:
     """The options of torch's DistributedDataParallel that this package sets.
 
-    Attributes:
-        compression: ``"fp16"`` and ``"bf16"`` halve the bytes of float32 gradients and round each
-            rank's share once before the sum. ``"powersgd"`` (Vogels et al., NeurIPS 2019) sends a
-            low-rank factor of each matrix and adds what it has lost to the next step's gradient.
-            So do ``"int8"`` and ``"topk"``; see :mod:`.error_feedback`.
-        topk_fraction: Part of each gradient's elements that ``"topk"`` sends.
-        powersgd_rank: Columns of PowerSGD's factors.
-        powersgd_start_step: Steps with whole gradients before PowerSGD begins.
-        overlap: Whether gradients are reduced while the backward runs.
-        bucket_megabytes: Size of a bucket, if ``overlap``.
-        static_graph: Whether each step uses the same autograd graph.
-        find_unused_parameters: Whether steps may leave parameters out.
+    Compression by ``"fp16"`` and ``"bf16"`` halves the bytes of float32 gradients and rounds each
+    rank's share once before the sum. ``"powersgd"`` (Vogels et al., NeurIPS 2019) sends a low-rank
+    factor of each matrix and adds what it has lost to the next step's gradient. So do ``"int8"``
+    and ``"topk"``; see :mod:`.error_feedback`.
     """
 
     compression: Compression = "none"
-    topk_fraction: float = 0.01
-    powersgd_rank: int = 2
-    powersgd_start_step: int = 1000
-    overlap: bool = True
-    bucket_megabytes: float = 25.0
-    static_graph: bool = False
-    find_unused_parameters: bool = False
+    topk_fraction: float = 0.01  # of each gradient's elements
+    powersgd_rank: int = 2  # columns of the factors
+    powersgd_start_step: int = 1000  # steps with whole gradients before PowerSGD begins
+    overlap: bool = True  # whether gradients are reduced while the backward runs
+    bucket_megabytes: float = 25.0  # if `overlap`
+    static_graph: bool = False  # whether each step uses the same autograd graph
+    find_unused_parameters: bool = False  # whether steps may leave parameters out
 
     def wrap(self, module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
         """Wraps a module, whose replicas are equal already."""

@@ -97,17 +97,13 @@ class _Fragment:
 
 
 class LocalSGD:
-    """Counts the local steps of a replica, or a part, and averages the weights when they are due.
-
-    Attributes:
-        outer: Steps from the weights of one average to those of the next (DiLoCo); None takes the
-            average itself.
-    """
+    """Counts the local steps of a replica, or a part, and averages the weights when they are due."""
 
     def __init__(self, module: nn.Module, group: DeviceGroup, rounds: LocalConfig) -> None:
         self._module = module
         self._group = group
         self._rounds = rounds
+        # Steps from one average's weights to those of the next (DiLoCo); None takes the average.
         self.outer = None if rounds.outer is None else OuterSteps(rounds.outer)
         self._is_alone = group.size == 1 and self.outer is None
         self._num_local_steps = 0

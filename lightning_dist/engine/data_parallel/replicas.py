@@ -48,13 +48,8 @@ def average_used(
     """Averages gradients over the replicas, in place. Collective: every rank must call it.
 
     A replica whose share of the batch has not used a parameter counts as zero, as on one device. If
-    none has used it, it has no gradient.
-
-    Args:
-        gradients: A gradient for each parameter, or None.
-        parameters: The parameters, the same on each rank.
-        group: Group of the replicas.
-        wire: What is sent; None sends the gradients' own dtype.
+    none has used it, it has no gradient. The parameters are the same on each rank. ``wire`` is the
+    dtype that is sent; None sends the gradients' own.
     """
     if group.size == 1 or not parameters:
         return list(gradients)

@@ -27,11 +27,8 @@ _MEMORY = "/dev/shm"  # noqa: S108  (a file system in memory, on Linux)
 class SharedWeights:
     """Parameters that move into shared memory and out. Collective: every rank must create it.
 
-    They are there while ranks train. Elsewhere hooks may change weights, on each rank alike.
-
-    Args:
-        parameters: Parameters on the CPU, of the same shapes on each rank.
-        group: A gloo group of all ranks.
+    They are there while ranks train. Elsewhere hooks may change weights, on each rank alike. They
+    are on the CPU, and of the same shapes on each rank of the gloo group.
 
     Raises:
         ValueError: The ranks are on several hosts.

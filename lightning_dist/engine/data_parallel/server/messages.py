@@ -17,25 +17,19 @@ Compensation = Literal["none", "dc-asgd"]
 class ServerOptions:
     """How servers treat what is pushed.
 
-    Attributes:
-        mode: ``"sync"`` steps on the mean of all workers' gradients, ``"async"`` on each gradient
-            as it comes, and ``"bounded"`` too, within ``max_staleness``.
-        max_staleness: Updates that a worker may be ahead of the slowest one; only if bounded.
-        num_servers: Number of servers, which the first ranks hold.
-        compensation: Correction of a gradient for the updates that it does not know.
-        compensation_strength: The factor of the correction.
-        record_arrivals: Whether servers note what came and what was sent, in order.
+    With the mode ``"sync"`` they step on the mean of all workers' gradients, with ``"async"`` on
+    each gradient as it comes, and with ``"bounded"`` too, within ``max_staleness``.
 
     Raises:
         ValueError: A value is unknown or out of range, or does not go with the mode.
     """
 
     mode: ServerMode = "sync"
-    max_staleness: int | None = None
-    num_servers: int = 1
-    compensation: Compensation = "none"
-    compensation_strength: float = 0.04
-    record_arrivals: bool = False
+    max_staleness: int | None = None  # updates that a worker may be ahead of the slowest one
+    num_servers: int = 1  # which the first ranks hold
+    compensation: Compensation = "none"  # for the updates that a gradient does not know
+    compensation_strength: float = 0.04  # the factor of the correction
+    record_arrivals: bool = False  # whether servers note what came and was sent, in order
 
     def __post_init__(self) -> None:
         """Checks the values."""

@@ -83,15 +83,7 @@ class _SettledChannel(MemoryChannel):
 
 
 class Serving:
-    """Answers the workers of one server, over channels from each worker and back.
-
-    Args:
-        server: The server.
-        rank: Its rank, for errors.
-        channels: By worker.
-        stream: What the threads compute on.
-        outlives_workers: Whether the server goes on without a worker that is lost.
-    """
+    """Answers the workers of one server, over channels from each worker and back."""
 
     def __init__(
         self,

@@ -39,11 +39,7 @@ class Partition:
 
 
 class ShardOptimizer:
-    """The weights of a shard, and the optimizer that steps on them.
-
-    Args:
-        optimizer: The optimizer of this rank's whole module, which never steps.
-    """
+    """The weights of a shard, and a copy of the module's optimizer that steps on them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._copies: dict[Any, nn.Parameter] = {}
