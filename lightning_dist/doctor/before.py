@@ -14,7 +14,7 @@ from lightning_dist.doctor.report import Result, fail, ok, warn
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.common.table import format_bytes
 from lightning_dist.engine.comms import interface
-from lightning_dist.engine.comms.contact import (
+from lightning_dist.engine.comms.meeting import (
     errno_of_serving,
     explain_contact,
     explain_serving,

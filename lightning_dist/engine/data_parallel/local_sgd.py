@@ -97,7 +97,7 @@ class _Fragment:
 
 
 class LocalSGD:
-    """Counts the local steps of a replica, or a part, and averages the weights when they are due."""
+    """Counts the local steps of a replica, or a part, and averages weights when they are due."""
 
     def __init__(self, module: nn.Module, group: DeviceGroup, rounds: LocalConfig) -> None:
         self._module = module
