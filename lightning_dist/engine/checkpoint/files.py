@@ -126,31 +126,38 @@ def load_sharded(
     Returns:
         The Lightning checkpoint dictionary, with optimizer states by parameter name.
     """
+    from lightning_dist.engine.checkpoint.shards import empty_like, read_shards  # late, as there
+
     checkpoint, folder = place_of(path).load_marker(weights_only)
     others = tied_names.with_other_names(checkpoint)
-
-    def is_wanted_by_any_name(name: str) -> bool:
-        return any(map(is_wanted, (name, *others.get(name, ()))))
-
     num_optimizers = len(checkpoint.get("optimizer_states", []))
+    by_name = parameters or {}
 
-    def is_section_wanted(section: str) -> bool:
+    def is_key_wanted(key: str) -> bool:
+        section, name, _ = _split_key(key)
         kind, _, index = section.rpartition(".")
         is_others = replica is not None and kind == OPTIMIZERS[REPLICAS]
-        return not is_others or int(index) // num_optimizers + 1 == replica
+        if is_others and int(index) // num_optimizers + 1 != replica:
+            return False
+        return any(map(is_wanted, (name, *others.get(name, ()))))
 
-    tensors = _read_tensors(folder, is_section_wanted, is_wanted_by_any_name, parameters or {})
+    tensors = read_shards(
+        folder, is_key_wanted, lambda key, info: empty_like(info, by_name.get(_split_key(key)[1]))
+    )
+    found: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for key, tensor in tensors.items():
+        section, name, entry = _split_key(key)
+        found.setdefault(section, {}).setdefault(name, {})[entry] = tensor
     for key in SECTIONS.keys() & checkpoint.keys():
         extra = {name: value for name, value in checkpoint[key].items() if is_wanted(name)}
-        checkpoint[key] = tensors.pop(SECTIONS[key], {}) | extra
+        own = found.get(SECTIONS[key], {})
+        checkpoint[key] = {name: entries[""] for name, entries in own.items()} | extra
     for key in OPTIMIZERS.keys() & checkpoint.keys():
         for index, state in enumerate(checkpoint[key]):
-            found: dict[str, dict[str, Tensor]] = {name: {} for name in state["state"]}
-            for place, tensor in tensors.get(f"{OPTIMIZERS[key]}.{index}", {}).items():
-                name, _, entry = place.rpartition(".")
-                found.setdefault(name, {})[entry] = tensor
+            rest, tensors_of = state["state"], found.get(f"{OPTIMIZERS[key]}.{index}", {})
+            own = {name: tensors_of.get(name, {}) for name in (*rest, *tensors_of)}
             state["state"] = {
-                name: join_entries(own, state["state"].get(name, {})) for name, own in found.items()
+                n: join_entries(entries, rest.get(n, {})) for n, entries in own.items()
             }
     tied_names.unfold(checkpoint, SECTIONS)
     return checkpoint
@@ -285,33 +292,11 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     return tensors, rest
 
 
-def _read_tensors(
-    folder: Path | str,
-    is_section_wanted: Callable[[str], bool],
-    is_wanted: Callable[[str], bool],
-    parameters: Mapping[str, Tensor],
-) -> dict[str, dict[str, Tensor]]:
-    from lightning_dist.engine.checkpoint.shards import empty_like, read_shards  # late, as there
-
-    def parameter_of(key: str) -> str:
-        section, name = _split_key(key)
-        return name if section in SECTIONS.values() else name.rpartition(".")[0]
-
-    tensors = read_shards(
-        folder,
-        lambda key: is_section_wanted(_split_key(key)[0]) and is_wanted(parameter_of(key)),
-        lambda key, info: empty_like(info, parameters.get(parameter_of(key))),
-    )
-    sections: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        section, name = _split_key(key)
-        sections.setdefault(section, {})[name] = tensor
-    return sections
-
-
-def _split_key(key: str) -> tuple[str, str]:
+def _split_key(key: str) -> tuple[str, str, str]:
+    """Returns the section, the parameter's name, and the entry of an optimizer's state."""
     section, _, name = key.partition(".")
     if section in SECTIONS.values():
-        return section, name
+        return section, name, ""
     index, _, name = name.partition(".")
-    return f"{section}.{index}", name
+    name, _, entry = name.rpartition(".")
+    return f"{section}.{index}", name, entry

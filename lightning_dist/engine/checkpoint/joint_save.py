@@ -119,7 +119,10 @@ class JointSave:
         try:
             own = _Report(host, action())
         except Exception as error:
-            rank, cause = _first_cause(error, self._rank)
+            rank, cause = self._rank, error
+            if isinstance(error, RanksFailedError) and error.causes:  # which all ranks raise
+                rank = min(error.causes)
+                cause = error.causes[rank]
             failure = describe_failure(self._path, cause)
             own = _Report(host, None, failure, rank, is_storage_error(cause))
         if self._group is None:
@@ -147,14 +150,6 @@ def path_to_read(path: str, group: dist.ProcessGroup) -> str:
             " copy the checkpoint to the same path on each host."
         )
     return seen[0] if seen else str(paths[0])
-
-
-def _first_cause(error: BaseException, rank: int) -> tuple[int, BaseException]:
-    """Returns the rank and the error that began a failure, also one that all ranks raise."""
-    if isinstance(error, RanksFailedError) and error.causes:
-        place = min(error.causes)
-        return place, error.causes[place]
-    return rank, error
 
 
 def _is_seen(draft: Draft, mark: str) -> bool:

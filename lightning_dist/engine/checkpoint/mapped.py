@@ -28,15 +28,8 @@ def load_mapped(
 ) -> dict[str, Any]:
     """Loads a checkpoint of either form without its optimizers' states, the weights mapped.
 
-    One file at a URL is not mapped, and is loaded whole.
-
-    Args:
-        path: An ordinary Lightning checkpoint file, or a sharded one's directory; or a URL.
-        scratch: A directory with room for the weights; nothing is left in it.
-        weights_only: As for :func:`torch.load`.
-
-    Returns:
-        The Lightning checkpoint dictionary. Names of a tied parameter have one tensor.
+    One file at a URL is not mapped, and is loaded whole. The scratch directory needs room for the
+    weights; nothing is left in it. Names of a tied parameter have one tensor.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
@@ -45,23 +38,19 @@ def load_mapped(
     if is_sharded(path):
         checkpoint = _join(path, scratch, weights_only)
     elif is_local(path) and (file := directory.resolve(path)).is_file():
-        checkpoint = _map_file(file, weights_only)
+        try:
+            checkpoint = torch.load(file, map_location="cpu", weights_only=weights_only, mmap=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{file} is no checkpoint, or torch wrote it in the format that it had before 1.6:"
+                f" {str(error).splitlines()[0]}"
+            ) from error
     else:
         checkpoint = load_full(path, weights_only=weights_only)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError(f"{os.fspath(path)} is no Lightning checkpoint: it has no 'state_dict'.")
     left_out = (SECTIONS.keys() | OPTIMIZERS) - {"state_dict"}
     return {key: value for key, value in checkpoint.items() if key not in left_out}
-
-
-def _map_file(file: Path, weights_only: bool | None) -> Any:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=True)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{file} is no checkpoint, or torch wrote it in the format that it had before 1.6:"
-            f" {str(error).splitlines()[0]}"
-        ) from error
 
 
 def _join(path: str | os.PathLike[str], scratch: Path, weights_only: bool | None) -> dict[str, Any]:

@@ -194,10 +194,7 @@ def join_entries(tensors: Mapping[str, Tensor], rest: Mapping[Any, Any]) -> dict
 
 
 def load_by_name(
-    optimizer: Optimizer,
-    module: nn.Module,
-    named: Mapping[str, Any],
-    firsts: FirstNames = _NO_TIES,
+    optimizer: Optimizer, module: nn.Module, named: Mapping[str, Any], firsts: FirstNames = _NO_TIES
 ) -> None:
     """Loads this rank's part of an optimizer state.
 

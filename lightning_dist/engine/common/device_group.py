@@ -51,13 +51,10 @@ def finish(device: torch.device) -> None:
 def reduce_tensor(
     tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None
 ) -> Tensor:
-    """Reduces a tensor over the ranks of a group, not in place. Collective.
+    """Reduces a tensor over the ranks of a group for its device, not in place. Collective.
 
-    Args:
-        tensor: The tensor.
-        group: A group for tensors of its device.
-        reduce_op: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a ``ReduceOp``. The mean of an
-            integer tensor is floating, and of the default dtype.
+    The operation is ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a ``ReduceOp``. The mean of an
+    integer tensor is floating, and of the default dtype.
     """
     if dist.get_world_size(group) == 1:
         return tensor
@@ -76,11 +73,8 @@ def reduce_tensor(
 def gather_tensor(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool) -> Tensor:
     """Stacks tensors of the same shape on each rank of a group, along a new dim 0. Collective.
 
-    Args:
-        tensor: This rank's tensor.
-        group: A group for tensors of its device.
-        sync_grads: Whether the result is differentiable. Then a tensor's gradient is the sum of
-            what all ranks compute of it, and their backwards must run alike.
+    With ``sync_grads`` the result is differentiable: a tensor's gradient is the sum of what all
+    ranks compute of it, and their backwards must run alike.
     """
     with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
         return _Gather.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]

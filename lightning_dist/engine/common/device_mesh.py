@@ -27,10 +27,7 @@ def build_mesh(shape: MeshShape, device_type: str, backend: str | None = None) -
     if backend is not None and (backend, device_type) != (dist.get_backend(), "cpu"):
         override = dict.fromkeys(axes, backend)
     return init_device_mesh(
-        device_type,
-        tuple(axes.values()),
-        mesh_dim_names=tuple(axes),
-        backend_override=override,
+        device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=override
     )
 
 

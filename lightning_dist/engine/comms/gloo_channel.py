@@ -41,7 +41,7 @@ from lightning_dist.engine.comms.channel import (
     Sender,
     TensorInfo,
 )
-from lightning_dist.engine.comms.in_flight import CLOSE_SECONDS, HostOutbox
+from lightning_dist.engine.comms.in_flight import CAUSE_SECONDS, CLOSE_SECONDS, HostOutbox
 from lightning_dist.engine.tensors.tree import flatten, unflatten
 
 Memory = npt.NDArray[np.uint8]  # a run of bytes that can be written to
@@ -97,25 +97,22 @@ class DistributedSender(Sender):
 
     @override
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
+        tensors, skeleton = flatten(tree)
+        infos = [TensorInfo.of(tensor) for tensor in tensors]
+        schema = pickle.dumps((skeleton, infos))
+        parts: list[Tensor] = []
         try:
-            self._send(tree, tag)
+            if schema != self._schema:
+                announcement = _packed(self._layout, PacketKind.SCHEMA, len(schema))
+                parts = [announcement, torch.frombuffer(bytearray(schema), dtype=torch.uint8)]
+                self._schema, self._layout = schema, PacketLayout(infos)
+            packet = _packed(self._layout, PacketKind.TREE, tag, tensors)
+            self._transmit([*parts, packet])
         except (KeyboardInterrupt, SystemExit) as error:
             # It is unknown how much of the message has left, so nothing can follow it, not even a
             # goodbye: gloo ends a process that gets more bytes than it expects.
             self._outbox.fail(error)
             raise
-
-    def _send(self, tree: Any, tag: int) -> None:
-        tensors, skeleton = flatten(tree)
-        infos = [TensorInfo.of(tensor) for tensor in tensors]
-        schema = pickle.dumps((skeleton, infos))
-        parts: list[Tensor] = []
-        if schema != self._schema:
-            announcement = _packed(self._layout, PacketKind.SCHEMA, len(schema))
-            parts = [announcement, torch.frombuffer(bytearray(schema), dtype=torch.uint8)]
-            self._schema, self._layout = schema, PacketLayout(infos)
-        packet = _packed(self._layout, PacketKind.TREE, tag, tensors)
-        self._transmit([*parts, packet])
 
     @override
     def close(self, *, failed: bool = False) -> None:
@@ -163,7 +160,7 @@ class DistributedReceiver(Receiver):
         peer: int,
         device: torch.device,
         timeout_seconds: float | None,
-        cause_seconds: float = 2.0,
+        cause_seconds: float = CAUSE_SECONDS,
     ) -> None:
         self._peer = peer
         self._device = device

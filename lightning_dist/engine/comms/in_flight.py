@@ -26,6 +26,7 @@ from lightning_dist.engine.comms.channel import Inbox, PeerLostError
 
 # A thread that outlives this has a peer that died without closing its connection.
 CLOSE_SECONDS = 10.0
+CAUSE_SECONDS = 2.0  # how long to wait for the cause when a sender is gone
 _POLL_SECONDS = 0.01
 
 Posted = tuple[Sequence[dist.Work], Sequence[Tensor]]
@@ -99,11 +100,11 @@ class StreamOutbox:
 
 
 class HostIntake:
-    """Waits for CPU tensors, on a thread; its arguments are those of :class:`.Inbox`."""
+    """Waits for CPU tensors, on a thread."""
 
-    def __init__(self, peer: int, timeout_seconds: float | None, cause_seconds: float) -> None:
+    def __init__(self, peer: int, timeout_seconds: float | None) -> None:
         self._peer = peer
-        self._inbox = Inbox(peer, timeout_seconds, cause_seconds)
+        self._inbox = Inbox(peer, timeout_seconds, CAUSE_SECONDS)
         self._posted: queue.SimpleQueue[Posted | None] = queue.SimpleQueue()  # None ends it
         self._thread = threading.Thread(target=self._run, name=f"receive-from-{peer}", daemon=True)
         self._thread.start()

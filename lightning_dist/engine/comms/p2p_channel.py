@@ -123,18 +123,14 @@ class P2PReceiver(Receiver):
         device: torch.device,
         timeout_seconds: float | None,
         control: Receiver,
-        cause_seconds: float = 2.0,
     ) -> None:
         self._group: dist.ProcessGroup | None = group
         self._peer = peer
         self._device = device
         self._control = control
         self._schemas: dict[Hashable, tuple[Any, list[TensorInfo]]] = {}
-        self._intake = (
-            HostIntake(peer, timeout_seconds, cause_seconds)
-            if device.type == "cpu"
-            else StreamIntake(device)
-        )
+        is_host = device.type == "cpu"
+        self._intake = HostIntake(peer, timeout_seconds) if is_host else StreamIntake(device)
 
     @override
     def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:

@@ -51,10 +51,7 @@ class ReplicaChannel:
     """One rank's place in the chain."""
 
     def __init__(
-        self,
-        device: torch.device,
-        sender: Sender | None,
-        receiver: Receiver | None,
+        self, device: torch.device, sender: Sender | None, receiver: Receiver | None
     ) -> None:
         self._device = device
         self._sender = sender
@@ -94,7 +91,13 @@ class ReplicaChannel:
         """
         self._epochs[loader] = epoch
         while True:
-            reading = self._take()
+            assert self._receiver is not None
+            packed = self._receiver.receive()
+            if self._sender is not None:
+                self._sender.send(packed)
+            reading: Reading
+            reading, states = unpack(packed)
+            set_random_states(pickle.loads(states), self._device)
             if (reading.loader, reading.epoch) == (loader, epoch):
                 return reading
             if reading.epoch >= self._epochs.get(reading.loader, 0):
@@ -103,16 +106,6 @@ class ReplicaChannel:
                     f" its replica has read loader {reading.loader}. Give each rank the same"
                     " loaders, and let all ranks leave an epoch at the same batch."
                 )
-
-    def _take(self) -> Reading:
-        assert self._receiver is not None
-        packed = self._receiver.receive()
-        if self._sender is not None:
-            self._sender.send(packed)
-        reading: Reading
-        reading, states = unpack(packed)
-        set_random_states(pickle.loads(states), self._device)
-        return reading
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in each waiting or later receive."""

@@ -36,9 +36,8 @@ class RankNotes:
         store.set(key, json.dumps(list(numbers)))
         store.check([key])  # the answer comes when other ranks can see the note
         self._own.append(key)
-        for old in self._own[:-_NUM_KEPT]:
-            store.delete_key(old)
-        del self._own[:-_NUM_KEPT]
+        if len(self._own) > _NUM_KEPT:
+            store.delete_key(self._own.pop(0))
 
     def common(self, round_index: int, numbers: Sequence[int]) -> list[int]:
         """Returns the numbers that are in the notes of all ranks."""

@@ -111,10 +111,7 @@ class JointDecision:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        lag: int = 1,
-        post: Callable[[int], Posted] | None = None,
+        self, group: dist.ProcessGroup, lag: int = 1, post: Callable[[int], Posted] | None = None
     ) -> None:
         self._group = group
         self._lag = lag

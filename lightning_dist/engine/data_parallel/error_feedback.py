@@ -45,12 +45,10 @@ class ErrorFeedback(ABC):
 
     @abstractmethod
     def send(self, bucket: dist.GradBucket, flat: Tensor, pieces: tuple[Tensor, ...]) -> Averaged:
-        """Begins to average, and leaves what is lost in place of the gradients.
+        """Begins to average into a bucket, and leaves what is lost in place of the gradients.
 
-        Args:
-            bucket: The bucket, whose buffer the average is written to.
-            flat: The bucket's gradients over the number of ranks, and what was lost before.
-            pieces: Views of it, by parameter.
+        ``flat`` has the bucket's gradients over the number of ranks, and what was lost before;
+        ``pieces`` are its views, by parameter.
         """
 
 

@@ -73,13 +73,8 @@ def average(tensors: Sequence[Tensor], group: DeviceGroup, wire: torch.dtype | N
     """Averages tensors over the replicas in place. Collective: every rank must call it.
 
     Two buckets are under way at a time: while the host fills or empties one, the other travels.
-    More would only hold more copies.
-
-    Args:
-        tensors: Tensors of the same shapes on each rank of the group, sent in buckets; of a DTensor
-            this rank's shard.
-        group: Group of the replicas.
-        wire: What is sent; None sends the tensors' own dtype.
+    More would only hold more copies. Of a DTensor this rank's shard is sent. ``wire`` is the dtype
+    that is sent; None sends the tensors' own.
     """
     under_way: deque[_Bucket] = deque()
     for bucket in _buckets([local_part(tensor) for tensor in tensors]):

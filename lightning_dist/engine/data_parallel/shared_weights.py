@@ -81,18 +81,15 @@ class SharedWeights:
         Raises:
             ValueError: An optimizer or a hook has replaced a parameter's data.
         """
-        if not failed:
-            self._check()
-            dist.barrier(self._group)
-        for parameter in self._parameters:
-            parameter.data = parameter.detach().clone()
-        self.is_shared = False
-
-    def _check(self) -> None:
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
+            if not failed and parameter.data_ptr() != view.data_ptr():
                 raise ValueError(
                     f"The data of a parameter of shape {tuple(parameter.shape)} has been replaced,"
                     " so other ranks do not see its updates. Write to parameters in place"
                     " (`p.copy_(...)`, not `p.data = ...`), and use an optimizer that does."
                 )
+        if not failed:
+            dist.barrier(self._group)
+        for parameter in self._parameters:
+            parameter.data = parameter.detach().clone()
+        self.is_shared = False

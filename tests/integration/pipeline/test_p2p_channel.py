@@ -31,7 +31,7 @@ def open_ends(timeout_seconds: float = 10.0) -> tuple[P2PSender | None, P2PRecei
     if dist.get_rank() == 0:
         return P2PSender(data, 1, CPU, DistributedSender(control, 1), copies_leaves=True), None
     schemas = DistributedReceiver(control, 0, CPU, timeout_seconds)
-    return None, P2PReceiver(data, 0, CPU, timeout_seconds, schemas, cause_seconds=0.5)
+    return None, P2PReceiver(data, 0, CPU, timeout_seconds, schemas)
 
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
