@@ -70,11 +70,7 @@ class BackgroundSaves:
         wait(self._steps)
 
     def finish(self) -> None:
-        """Waits for the save and the actions behind it.
-
-        Raises:
-            Exception: The save or an action has failed; raised once.
-        """
+        """Waits for the save and the actions behind it, and raises the error of one, once."""
         steps, self._steps = self._steps, []
         wait(steps)
         for step in steps:

@@ -244,8 +244,7 @@ def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> No
 def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merges the checkpoints of all ranks, optimizer states by name, into the ordinary one.
 
-    Returns:
-        The first rank's entries, with the weights and optimizer states of all ranks.
+    The first rank's other entries stay.
     """
     merged = _merge(parts)
     for key in OPTIMIZERS.keys() & merged.keys():

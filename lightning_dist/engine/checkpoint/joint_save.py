@@ -59,10 +59,7 @@ class JointSave:
         self._rank = 0 if group is None else dist.get_rank(group)
 
     def step(self, action: Callable[[], Any]) -> list[Any]:
-        """Runs an action on each rank. Collective: every rank must call it.
-
-        Returns:
-            The results of all ranks' actions.
+        """Runs an action on each rank, and returns the results of all. Collective.
 
         Raises:
             NotSavedError: A rank could not write.

@@ -12,7 +12,7 @@ of tied parameters in the whole model, since a part may have a later name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -115,7 +115,7 @@ def to_names(numbered: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
         ValueError: The groups do not match.
     """
     groups = numbered["param_groups"]
-    _check_sizes((group["params"] for group in groups), names)
+    _check_sizes(groups, names)
     name_of = {
         number: name
         for group, group_names in zip(groups, names, strict=True)
@@ -148,7 +148,7 @@ def by_present_names(
 
 def _in_present_groups(named: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
     groups = named["param_groups"]
-    _check_sizes((group["params"] for group in groups), names)
+    _check_sizes(groups, names)
     for index, (group, now) in enumerate(zip(groups, names, strict=True)):
         gone, new = set(group["params"]) - set(now), set(now) - set(group["params"])
         if gone:
@@ -160,8 +160,8 @@ def _in_present_groups(named: Mapping[str, Any], names: GroupNames) -> dict[str,
     return {**named, "param_groups": _with_params(groups, names)}
 
 
-def _check_sizes(saved: Iterable[Sized], names: GroupNames) -> None:
-    before, now = [len(group) for group in saved], [len(group) for group in names]
+def _check_sizes(groups: Iterable[Mapping[str, Any]], names: GroupNames) -> None:
+    before, now = [len(group["params"]) for group in groups], [len(group) for group in names]
     if before != now:
         raise ValueError(
             f"The checkpoint's optimizer has groups of {before} parameters, the present one of"

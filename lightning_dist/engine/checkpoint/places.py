@@ -96,10 +96,7 @@ class DiskPlace:
     def publish(self, draft: Draft, rest: Mapping[str, Any], help_text: str) -> None:
         """Makes a draft the checkpoint, and removes the one before.
 
-        Args:
-            draft: The folder with all shards.
-            rest: The checkpoint without its tensors.
-            help_text: Text of a file that tells a reader of the directory what it is.
+        The rest is what has no tensors; the help text tells a reader of the directory what it is.
         """
         folder = Path(draft.path)
         directory.write(folder / _README, lambda file: file.write(help_text.encode()))

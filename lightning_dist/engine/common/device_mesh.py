@@ -14,9 +14,8 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 def build_mesh(shape: MeshShape, device_type: str, backend: str | None = None) -> DeviceMesh:
     """Creates the mesh of all ranks, on the world's backend if None. Collective.
 
-    Returns:
-        The mesh, with each axis of :data:`.AXES` that has more than one rank. It also has
-        ``dp_shard`` if it has ``dp_replicate``, or no other axis.
+    It has each axis of :data:`.AXES` with more than one rank, and ``dp_shard`` if it has
+    ``dp_replicate``, or no other axis.
     """
     axes = {name: size for name, size in shape.sizes.items() if size > 1}
     if not axes or shape.dp_replicate > 1:

@@ -36,12 +36,9 @@ class Sender(Protocol):
     """The near end of a channel out of this process."""
 
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
-        """Sends a tree; returns at once.
+        """Sends any tree, with a tag of 63 bits; returns at once.
 
-        Args:
-            tree: Any tree.
-            tag: Any integer of 63 bits.
-            key: What both ends know of the tree's shapes; None if they know nothing.
+        The key is what both ends know of the tree's shapes; None if they know nothing.
 
         Raises:
             PeerLostError: The receiver is gone.
@@ -55,10 +52,7 @@ class Receiver(Protocol):
     """The near end of a channel into this process."""
 
     def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
-        """Waits for the next tree with a tag.
-
-        Returns:
-            The tree, on this end's device; its tensors require grad as the sent ones did.
+        """Waits for the next tree with a tag, whose tensors require grad as the sent ones did.
 
         Raises:
             PeerLostError: The sender is gone.

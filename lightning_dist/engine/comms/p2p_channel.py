@@ -42,13 +42,8 @@ from lightning_dist.engine.tensors.tree import flatten, unflatten
 class P2PSender(Sender):
     """Sends trees to one rank; no tensor may be written to until it has been sent.
 
-    Args:
-        group: The communicator of this direction and use; its members are the two ranks.
-        peer: Global rank of the receiver.
-        device: Device of the tensors on their way.
-        control: Channel to the same rank, for schemas.
-        copies_leaves: Whether to copy tensors without a graph, which may be a module's buffers and
-            change before they have been sent.
+    Schemas go over the control channel to the same rank. With ``copies_leaves`` it copies tensors
+    without a graph, which may be a module's buffers and change before they have been sent.
     """
 
     def __init__(

@@ -36,9 +36,7 @@ Posted: TypeAlias = tuple[dist.Work, Tensor]  # an all-reduce under way, and its
 class StopAgreement:
     """One rank's part in the decision to stop; a signal handler only sets a flag.
 
-    Args:
-        group: A gloo group of all ranks.
-        lag: Boundaries between posting a flag and reading the result.
+    ``lag`` are the boundaries between posting a flag and reading the result.
     """
 
     def __init__(self, group: dist.ProcessGroup, lag: int) -> None:
@@ -104,10 +102,8 @@ class JointDecision:
     Only a rank that votes yes waits for the others' votes, which they post in any case. If all vote
     yes, all act at once. If some do, these go on with the others until all ranks know.
 
-    Args:
-        group: A gloo group of all ranks.
-        lag: Boundaries from some ranks' vote to all ranks' action; 1 if a boundary ties the ranks.
-        post: Posts a vote at a boundary together with other numbers to sum.
+    ``lag`` are the boundaries from some ranks' vote to all ranks' action; 1 if a boundary ties the
+    ranks. ``post`` posts a vote at a boundary together with other numbers to sum.
     """
 
     def __init__(

@@ -83,10 +83,8 @@ class WrappedReplica:
     def begin_batch(self, *, is_local: bool) -> None:
         """Wraps the module, anew if other parameters are trainable now, or unwraps it.
 
-        Collective: every rank must call it.
-
-        Args:
-            is_local: Whether the next optimizer step uses this replica's own gradients.
+        Collective: every rank must call it. The next optimizer step uses this replica's own
+        gradients if it is local.
 
         Raises:
             ValueError: The ranks train different parameters, or nothing is left to train.

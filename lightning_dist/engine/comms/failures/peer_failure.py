@@ -94,17 +94,12 @@ class Failure:
 
 
 class FailureRing:
-    """One rank's place in the ring. The training thread must create it.
+    """One rank's place in the ring, on a gloo group whose timeout is never reached.
 
-    Args:
-        group: A gloo group of all ranks, with a timeout that is never reached.
-        rank: This rank.
-        world_size: Number of all ranks.
-        rhythm: Interval of the beats and time limits.
-        progress: Returns a few words on where this rank's run is; called on another thread.
-        on_failure: Called once, on the listening thread, with another rank's failure.
-        on_notice: Called on threads of the ring when a rank stands still or goes on. Rank 0 gets
-            all notices; another rank gets those on rank 0 that it was the first to find.
+    The training thread must create it. Threads of the ring call the functions: ``progress`` returns
+    a few words on where this rank's run is. ``on_failure`` is called once, with another rank's
+    failure. ``on_notice`` is called when a rank stands still or goes on. Rank 0 gets all notices;
+    another rank gets those on rank 0 that it was the first to find.
     """
 
     def __init__(
@@ -126,7 +121,6 @@ class FailureRing:
         self._failure: Failure | None = None
         self._has_said_goodbye = False
         self._lock = threading.Lock()
-        self._has_news = threading.Event()
         self._standstills: dict[int, Standstill] = {}
         self._silence = Silence(rhythm, self._successor)
         own = RankProcess(rank, socket.gethostname(), os.getpid())
@@ -152,10 +146,6 @@ class FailureRing:
     def standstill(self) -> Standstill | None:
         """The standstill of a rank, the first one of several; None if there is none."""
         return next(iter(self._standstills.copy().values()), None)
-
-    def wait_for_news(self, seconds: float) -> None:
-        """Waits until another rank's failure is known, for a limited time."""
-        self._has_news.wait(seconds)
 
     def announce(self, failure: Failure) -> None:
         """Sends a failure to the other ranks, unless an earlier failure is known."""
@@ -201,7 +191,6 @@ class FailureRing:
         if failure.rank != self._predecessor:
             self._send(failure)
         self._on_failure(failure)
-        self._has_news.set()
         # Not in `close`: this rank may sit in a collective that only the predecessor's end can
         # break, and the predecessor does not end before it has received a goodbye.
         self._say_goodbye()

@@ -23,18 +23,9 @@ from lightning_dist.engine.stashing.learning_rates import group_values
 class ServerSession:
     """The servers and workers of one training. Collective: every rank must create it.
 
-    Args:
-        options: How servers treat what is pushed.
-        optimizer: The optimizer of this rank's whole module, whose state is taken; it never steps.
-        groups: Gloo groups of all ranks whose timeout never comes: for what workers send, and for
-            what servers send.
-        device: Device of the weights.
-        timeout_seconds: How long a worker waits for a server.
-        decisions: What this worker asks all workers for.
-
-    Attributes:
-        server: This rank's server; None without one.
-        is_open: Whether weights may have changed since the last drain.
+    The optimizer is that of this rank's whole module. Its state is taken, and it never steps. There
+    are two gloo groups of all ranks, for what workers send and for what servers send, whose timeout
+    never comes; a worker waits ``timeout_seconds`` for a server.
     """
 
     def __init__(
@@ -50,7 +41,7 @@ class ServerSession:
         self._partition = Partition(options.num_servers)
         self._shard: ShardOptimizer | None = None
         self._serving: Serving | None = None
-        self.server: ParameterServer | None = None
+        self.server: ParameterServer | None = None  # of this rank, if it has one
         there, back = groups
         self._stream = OwnStream(device)
         own = self._stream.channel(), self._stream.channel()
@@ -79,7 +70,7 @@ class ServerSession:
             self._of_servers.append((DistributedSender(there, server), receiver))
         self._decisions = decisions
         decisions.begin()
-        self.is_open = False
+        self.is_open = False  # whether weights may have changed since the last drain
         self._follow()
 
     def open(self) -> None:

@@ -197,7 +197,7 @@ class RunGuard:
             return
         if isinstance(exception, RuntimeError) and self._ring is not None:
             # A broken collective raises one too; the report of the rank that broke it may come.
-            self._ring.wait_for_news(_NEWS_SECONDS)
+            self._failed.wait(_NEWS_SECONDS)
         self._failed.set()
         if self._ring is not None:
             self._own_failure = self._failure_of(exception, self._ring.standstill)
