@@ -98,11 +98,9 @@ def is_named(state: Mapping[str, Any]) -> bool:
 
 def to_numbers(named: Mapping[str, Any]) -> dict[str, Any]:
     """Converts all or a part of an optimizer state dict by names to an ordinary one."""
-    numbers: dict[str, int] = {}
-    for group in named["param_groups"]:
-        for name in group["params"]:
-            numbers.setdefault(name, len(numbers))
     groups = named["param_groups"]
+    names = dict.fromkeys(name for group in groups for name in group["params"])
+    numbers = {name: number for number, name in enumerate(names)}
     params = ([numbers[name] for name in group["params"]] for group in groups)
     state = {numbers[name]: values for name, values in named["state"].items()}
     return {"state": state, "param_groups": _with_params(groups, params)}

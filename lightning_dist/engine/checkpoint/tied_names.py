@@ -30,10 +30,7 @@ def first_names(module: nn.Module) -> dict[str, str]:
 def fold(
     checkpoint: Mapping[str, Any], sections: Iterable[str], firsts: FirstNames
 ) -> dict[str, Any]:
-    """Returns a checkpoint, of the whole model or a part, with one name for each tied parameter.
-
-    Sections are keys of its state dicts. It is not changed itself.
-    """
+    """Returns a checkpoint, of the whole model or a part, with one name for each tied parameter."""
     if not firsts:
         return dict(checkpoint)
     folded: dict[str, Any] = {key: {} for key in sections if key in checkpoint}

@@ -2,8 +2,6 @@
 
 Patterns match part by part, as in torch's ``parallelize_module``. ``*`` stands for one part of a
 name, or a piece of one: ``layers.*`` is each layer, and nothing inside a layer.
-
-The phrases are for an error about a name that matches nothing: similar names, and all names.
 """
 
 from __future__ import annotations

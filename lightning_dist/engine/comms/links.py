@@ -34,10 +34,7 @@ class _Ends:
 
 @dataclass(frozen=True)
 class Links(_Ends):
-    """The channels of one rank to its neighbours, by the stage of this rank that uses them.
-
-    Stages may share channels; each message's tag says which stage and micro-batch it is for.
-    """
+    """The channels of one rank to its neighbours, by this rank's stage; stages may share one."""
 
     activations_in: dict[int, Receiver] = field(default_factory=dict)
     activations_out: dict[int, Sender] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import socket
 import sys
@@ -251,9 +252,8 @@ def _lead(store: dist.Store, meeting: Meeting) -> dist.PrefixStore:
 
 def _follow(store: dist.Store, meeting: Meeting) -> dist.PrefixStore:
     token, rank = uuid4().hex, meeting.rank
-    patience = meeting.timeout_seconds
-    if meeting.serves:  # then the first rank is there
-        patience = min(patience, EARLY_SECONDS)
+    # A first rank that serves the store is there.
+    patience = min(meeting.timeout_seconds, EARLY_SECONDS if meeting.serves else math.inf)
     try:
         store.set(f"{_ASKED}/{store.add(_ASKED, 1)}", token)
         if not _await(lambda: store.check([_answer(token)]), patience):

@@ -102,11 +102,8 @@ class PendingAverage:
     @torch.no_grad()
     def wait(self) -> list[Tensor]:
         """Returns the means, with the shapes, dtypes and devices of the tensors."""
-        means = [
-            mean.to(part)
-            for sent in self._sent
-            for part, mean in zip(sent.parts, sent.wait(), strict=True)
-        ]
+        pairs = [pair for sent in self._sent for pair in zip(sent.parts, sent.wait(), strict=True)]
+        means = [mean.to(part) for part, mean in pairs]
         return [_placed(m, t) for m, t in zip(means, self._tensors, strict=True)]
 
 

@@ -63,8 +63,8 @@ class TrainableSet:
     def check_step(self, *, exactly: bool) -> None:
         """Checks that the step did not change the set of trainable parameters.
 
-        Only ``exactly`` if a frozen one is an error too: steps that call backward themselves freeze
-        one optimizer's parameters while another's are trained.
+        A frozen one is an error only if ``exactly``: steps that call backward themselves freeze one
+        optimizer's parameters while another's are trained.
         """
         flags = self._read()
         changed = self._changed(flags)

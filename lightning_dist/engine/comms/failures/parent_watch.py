@@ -32,22 +32,18 @@ def known_to_children() -> Iterator[None]:
 def ending_with_launcher() -> Iterator[None]:
     """Ends this process if its launcher is lost meanwhile, or was before."""
     launcher, has_met = os.environ.get(_LAUNCHER), threading.Event()
+
+    def watch() -> None:
+        while str(os.getppid()) == launcher:
+            if has_met.wait(_POLL_SECONDS):
+                return
+        lost = "The process of rank 0 on this host was lost before the ranks had met."
+        print(f"{lost} Ending this one.", file=sys.stderr, flush=True)
+        os._exit(1)
+
     if launcher is not None:
-        arguments = (int(launcher), has_met)
-        threading.Thread(target=_watch, args=arguments, name="launcher-watch", daemon=True).start()
+        threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
     try:
         yield
     finally:
         has_met.set()
-
-
-def _watch(launcher: int, has_met: threading.Event) -> None:
-    while os.getppid() == launcher:
-        if has_met.wait(_POLL_SECONDS):
-            return
-    print(
-        "The process of rank 0 on this host was lost before the ranks had met. Ending this one.",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
