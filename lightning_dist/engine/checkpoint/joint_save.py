@@ -51,7 +51,7 @@ class RanksFailedError(Exception):
 
 
 class JointSave:
-    """This rank's part in a save; as for :func:`.save_sharded`, of a path and a group."""
+    """This rank's part in a save of all ranks of a group to one path; see :func:`.save_sharded`."""
 
     def __init__(self, path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
         self._path = path

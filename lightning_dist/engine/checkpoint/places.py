@@ -44,8 +44,7 @@ class Draft:
 
     def __init__(self, path: Path | str) -> None:
         self.path = path
-        self._files: Any = LocalFileSystem()
-        self._root = str(path)
+        self._files, self._root = LocalFileSystem(), os.path.abspath(path)
         if isinstance(path, str):
             self._files, self._root = url_to_fs(path)
 

@@ -25,7 +25,7 @@ class _Ends:
             receiver.interrupt(error)
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes the channels, when all has arrived or has ``failed``. Collective: of both ends."""
+        """Closes the channels, when all has arrived unless the run has failed. Collective."""
         for sender in dict.fromkeys(self.senders()):
             sender.close(failed=failed)
         for receiver in dict.fromkeys(self.receivers()):
