@@ -50,7 +50,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def step(self, parameters: Sequence[nn.Parameter], means: Sequence[Tensor]) -> list[Tensor]:
-        """Steps the outer weights to the replicas' means of them, and returns them."""
+        """Steps the outer weights, given the mean of the replicas' weights, and returns them."""
         options = self._options
         for parameter, mean in zip(parameters, means, strict=True):
             gradient = self._weights[parameter] - mean
