@@ -89,7 +89,8 @@ class StepCounter:
         # Nothing is compiled for this step; code that is compiled already is used as such.
         self._stack.enter_context(torch.compiler.set_stance("eager_on_recompile"))
         self._stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", r".*when there are global hooks")  # torch.compile's
+        # What torch.compile says of the hooks, and torch 2.12 of what is not compiled here.
+        warnings.filterwarnings("ignore", r".*(when there are global hooks|no compiled frames)")
         for part in (self._weights, self._activations, self._operations):
             self._stack.enter_context(part)
 
