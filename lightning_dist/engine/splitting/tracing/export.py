@@ -159,11 +159,11 @@ def _nothing_lost(root: nn.Module) -> Iterator[None]:
         if is_new and module is not root and is_called_by_user():  # of the root's torch takes care
             raise _LostError(f"sets the buffer {name!r} of a {type(module).__name__}", _COPY)
 
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    apply = inspect.getattr_static(torch.autograd.Function, "apply")  # of C or of Python
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith(_OF_OPERATORS):
-            return apply(cls, *args, **kwargs)
+            return apply.__get__(None, cls)(*args, **kwargs)
         raise _LostError(f"calls {cls.__name__}, a torch.autograd.Function", _CUSTOM_OP)
 
     with warnings.catch_warnings(record=True) as caught:
