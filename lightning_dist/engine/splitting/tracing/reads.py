@@ -236,6 +236,16 @@ class Structure:
         """Returns a copy with tensors on a device, for one trace."""
         return skeleton_of(self.module).to_empty(device=device)
 
+    @property
+    def own_places(self) -> set[Place]:
+        """All attributes that the structure has itself."""
+        return {
+            (path, name)
+            for path, part in self.parts.items()
+            for name in vars(part).keys() - _OF_TORCH
+            if (path, name) not in self._left_out
+        }
+
     def values_at(self, places: Collection[Place]) -> dict[Place, Held]:
         """Returns the values of attributes, which are never written into."""
         return {place: held_at(self.parts, place) for place in places}
