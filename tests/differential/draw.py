@@ -14,7 +14,9 @@ from tests.differential.dials.layer_hooks import LAYER_HOOKS
 from tests.differential.dials.models import (
     MODELS,
     OF_SHARED_PARAMETERS,
+    OF_UNUSED_PARAMETERS,
     PARAMETER_HOOKS,
+    SENDS_ZEROS,
 )
 from tests.differential.dials.module import (
     KEEPS,
@@ -52,6 +54,7 @@ def _models(entry: Entry) -> list[str]:
         left_out.add("experts")  # replicas that step by themselves use others
     if entry.is_sharded:
         left_out.add("in_place")  # FSDP2's units must not write into their inputs
+        left_out |= set() if SENDS_ZEROS else set(OF_UNUSED_PARAMETERS)
     return [name for name in MODELS if name not in left_out]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -328,6 +329,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Loss]] = {
 OF_TOKENS = ("tokens", "tied", "sparse")
 OF_SHARED_PARAMETERS = ("tied", "repeated")
 OF_UNUSED_PARAMETERS = ("experts",)
+SENDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
 """Models whose steps may leave parameters out."""
 
 
