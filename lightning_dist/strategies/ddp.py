@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig, OuterOptimizer, Wire
+from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
@@ -132,6 +133,13 @@ class DDPStrategy(LocalReplicas):
         checks.check_compressible(self.module, self._exchange.compression)
 
     @override
+    def place_model(self, trainer: pl.Trainer) -> None:
+        super().place_model(trainer)
+        replicas = self.replica_options(self._exchange)
+        how = Parallelism(shard=None, replicas=replicas if self.is_fitting else None)
+        self._replica = parallelize(self.module, self.mesh_of_ranks, how).replica
+
+    @override
     def print_summary(self) -> None:
         number = sum(parameter.numel() for parameter in self.module.parameters())
         rank_zero_info(describe_replicas(self.mesh, number, self._exchange, self._local_config))
@@ -155,10 +163,7 @@ class DDPStrategy(LocalReplicas):
     @override
     def open_session(self, trainer: pl.Trainer) -> None:
         super().open_session(trainer)
-        if not self.is_fitting:
-            return
-        self.open_replica(self._exchange)
-        if self._uneven_inputs:
+        if self._uneven_inputs and self.is_fitting:
             checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
             timeout = timedelta(seconds=self.timeout_seconds)
             self._uneven = UnevenInputs(self.module, self.data_group, timeout)

@@ -1,7 +1,7 @@
 """Compose the parallelisms on a user's module.
 
 The order is the specification: pipeline stages, tensor parallelism, compilation, activation
-checkpointing, shards. Layers, plan and units are chosen on the whole model, before the
+checkpointing, shards or replicas. Layers, plan and units are chosen on the whole model, before the
 first cut. So all ranks choose the same, or raise the same error.
 
 FSDP2 hooks into a forward, and a Lightning step is none. Without a pipeline the root of the shards
@@ -23,6 +23,7 @@ from torch.distributed.tensor import Placement
 from lightning_dist.engine.common.device_mesh import axis
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.ddp_options import StepModule
+from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
@@ -77,6 +78,8 @@ class Parallelism:
             no model.
         data_axes: The axes of the mesh that FSDP shards over, or averages each step's gradients
             over; none, and ``shard`` only says which units compile and recompute.
+        replicas: How whole replicas average their gradients; None averages none. A replica is on
+            its device already, and equal on all ranks.
     """
 
     pipeline: PipelineConfig | None = None
@@ -87,6 +90,7 @@ class Parallelism:
     is_manual: bool = False
     example: CallExample | None = None
     data_axes: tuple[str, ...] = DATA_AXES
+    replicas: ReplicaOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class ParallelModule:
         sharding: FSDP options of the units that have none of their own.
         plan: The layers that ``plan='auto'`` shards, and why not the others; else None.
         is_manual: Whether a step calls backward and updates by itself.
+        replica: Runs the steps of a replica and averages its gradients; None without replicas.
     """
 
     module: nn.Module
@@ -116,6 +121,7 @@ class ParallelModule:
     sharding: ShardingOptions
     plan: PlanSummary | None = None
     is_manual: bool = False
+    replica: WrappedReplica | None = None
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> ParallelModule:
@@ -168,6 +174,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         if inner is not None:
             roots = (StepModule(module, inner),)
         shards = fully_shard(roots, module, new, data_mesh, sharding, inner)
+    replica = None if asked.replicas is None else WrappedReplica(module, asked.replicas)
     return ParallelModule(
         module=module,
         roots=roots,
@@ -179,6 +186,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         sharding=sharding,
         plan=plan,
         is_manual=asked.is_manual,
+        replica=replica,
     )
 
 

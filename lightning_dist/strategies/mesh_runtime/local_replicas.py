@@ -124,17 +124,16 @@ class LocalReplicas(DataParallelStrategy):
     def gradient_axes(self) -> tuple[str, ...]:
         return ("dp_shard",) if self._local_config.averages_weights else DATA_AXES
 
-    def open_replica(self, exchange: GradientExchange) -> None:
-        """Begins a fit of replicas that are whole on their ranks. Collective."""
+    def replica_options(self, exchange: GradientExchange) -> ReplicaOptions:
+        """Returns how whole replicas average their gradients. Collective."""
         group, control_group = self.device_group(*DATA_AXES), self.data_group
-        options = ReplicaOptions(
+        return ReplicaOptions(
             exchange=exchange,
             group=group,
             control_group=control_group,
             make_notes=partial(self.make_notes, control_group),
             is_automatic=lambda: self.module.automatic_optimization,
         )
-        self._replica = WrappedReplica(self.module, options)
 
     @property
     def is_local(self) -> bool:

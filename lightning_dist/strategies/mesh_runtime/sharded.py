@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.data_parallel.missing_gradients import check_gradients
 from lightning_dist.engine.data_parallel.replicas import average_gradients
+from lightning_dist.engine.data_parallel.wrapped_replica import WrappedReplica
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
 from lightning_dist.engine.parallelize.mixed_tensors import note_shard_errors, split_groups_by_mesh
 from lightning_dist.engine.parallelize.separate_updates import check_separate_updates
@@ -119,7 +120,7 @@ class ShardedStrategy(ShardedPlacement):
         if self.is_fitting and self.is_replica and self.world_size > 1:
             dtype = param_dtype_of(self.precision_plugin)
             exchange = self._shard_config.exchange(dtype, is_manual=self.is_manual)
-            self.open_replica(exchange)
+            self._replica = WrappedReplica(self.module, self.replica_options(exchange))
         if self.mesh.pp > 1:
             assert isinstance(self.sharded, StagedModule)
             line = self.sharded.open(self, self._complete_gradients)
