@@ -152,7 +152,7 @@ def test_a_strategy_from_a_plan() -> None:
     assert strategy.mesh_shape(2) == found.best.layout.mesh
     with pytest.raises(ValueError, match=r"\['pp'\] already"):
         MeshStrategy.from_plan(found.best, pp=2)
-    with pytest.raises(ValueError, match="must multiply to the world size of 4"):
+    with pytest.raises(ValueError, match="must multiply to the world size of 4. The nearest"):
         L.Trainer(accelerator="cpu", devices=4, strategy=MeshStrategy.from_plan(found.best))
 
 

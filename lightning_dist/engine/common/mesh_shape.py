@@ -7,7 +7,7 @@ frequent. ``pp`` is outermost, for it sends the least.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -15,6 +15,7 @@ from lightning_dist.engine.common.names import check_count
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
+_NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,8 @@ def fill_mesh(world_size: int, **sizes: int | Literal["auto"]) -> MeshShape:
     if left_over or rest < 1 or (rest > 1 and not open_axes):
         shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"The sizes {shown} must multiply to the world size of {world_size}, or divide it where"
-            " one is 'auto'."
+            f"The sizes {shown} must multiply to the world size of {world_size}. The nearest that"
+            f" do are {_nearest(asked, world_size, sizes)}."
         )
     return MeshShape(**asked.sizes | dict.fromkeys(open_axes, rest))
 
@@ -122,6 +123,35 @@ def fill_axis(world_size: int, name: str, size: int | Literal["auto"]) -> int:
     if world_size % size:
         raise ValueError(
             f"{name}={size} does not divide the world of {world_size} processes; use one of"
-            f" {[d for d in range(1, world_size + 1) if world_size % d == 0]}, or 'auto' for all."
+            f" {_divisors(world_size)}, or 'auto' for all."
         )
     return size
+
+
+def _nearest(asked: MeshShape, world_size: int, axes: Mapping[str, int | str]) -> str:
+    """Names the meshes of a world size that differ least from the asked one, as text."""
+
+    def distance(shape: MeshShape) -> tuple[int, float]:
+        pairs = [(shape.sizes[a], asked.sizes[a]) for a in AXES if axes.get(a) != "auto"]
+        return sum(a != b for a, b in pairs), sum(max(a / b, b / a) for a, b in pairs)
+
+    possible = [m for m in _meshes(world_size) if all(m.sizes[a] == 1 for a in {*AXES} - {*axes})]
+    shapes = sorted(possible, key=distance)[:_NUM_SHOWN]
+    texts = [
+        " x ".join(f"{name}={size}" for name, size in shape.sizes.items() if size > 1)
+        for shape in shapes
+    ]
+    return ", or ".join(text or "a single rank" for text in texts)
+
+
+def _meshes(world_size: int) -> list[MeshShape]:
+    return [
+        MeshShape(pp, replicate, shard, world_size // (pp * replicate * shard))
+        for pp in _divisors(world_size)
+        for replicate in _divisors(world_size // pp)
+        for shard in _divisors(world_size // (pp * replicate))
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -123,7 +123,7 @@ class DataParallelStrategy(RunSetup):
         is_tied = any(mesh.sizes[axis] > 1 for axis in axes)
         lengths = EvaluationLengths(
             trainer,
-            self.world_group,
+            lambda: self.world_group,
             mesh.groups(*axes),
             self.group(*axes) if is_tied else None,
             runs_whole_steps=mesh.pp == 1,

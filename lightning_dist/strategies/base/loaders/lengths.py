@@ -11,7 +11,7 @@ note, and checks whether all others have left one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import IntEnum
 from typing import Any
@@ -137,14 +137,15 @@ class TrainingLengths(LoaderEnds):
 class EvaluationLengths(LoaderEnds):
     """Checks on one rank that ranks which are tied evaluate as many batches.
 
-    Each sequence of ``tied`` has ranks that compute a forward together, and ``tied_group`` those of
+    ``everyone`` returns a gloo group of all ranks, which changes where a worker may be lost. Each
+    sequence of ``tied`` has ranks that compute a forward together, and ``tied_group`` those of
     this rank, unless it is alone.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        everyone: dist.ProcessGroup,
+        everyone: Callable[[], dist.ProcessGroup],
         tied: Sequence[Sequence[int]],
         tied_group: dist.ProcessGroup | None,
         *,
@@ -201,7 +202,7 @@ class EvaluationLengths(LoaderEnds):
         flattened = [] if loaders is None else CombinedLoader(loaders, "sequential").flattened
         is_unknown = any(sized_len(loader) is None for loader in flattened)
         lengths = list(getattr(self._trainer, f"num_{self._short}_batches"))  # of a whole run
-        everyone = gather_objects((lengths, is_unknown), self._everyone)
+        everyone = gather_objects((lengths, is_unknown), self._everyone())
         self._lengths = [of_rank for of_rank, _ in everyone]
         self._is_unknown = any(unknown for _, unknown in everyone)
         self._telling = self._tied_group if self._is_unknown else None
@@ -226,8 +227,9 @@ class EvaluationLengths(LoaderEnds):
                 " does",
                 "Combine it at the end of the epoch (`on_step=False`), use",
             )
-        if self._is_unknown and self._runs_whole_steps and self._telling is not self._everyone:
-            self._telling = self._everyone
+        everyone = self._everyone()
+        if self._is_unknown and self._runs_whole_steps and self._telling is not everyone:
+            self._telling = everyone
             self._tell(_Left.LAST if self._is_last else _Left.MORE)
 
     def _error(self, tie: str, advice: str) -> ValueError:

@@ -62,9 +62,15 @@ def test_an_open_axis_takes_what_is_left() -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"dp_replicate": 1, "dp_shard": "auto", "tp": 3}, ["dp_shard=auto x tp=3"]),
-        ({"dp_replicate": 2, "dp_shard": 2, "tp": 1}, ["dp_replicate=2 x dp_shard=2"]),
-        ({"dp_replicate": 16, "dp_shard": "auto", "tp": 1}, ["dp_replicate=16"]),
+        (
+            {"dp_replicate": 1, "dp_shard": "auto", "tp": 3},
+            ["tp=3", "dp_shard=2 x tp=4", "dp_shard=4 x tp=2"],
+        ),
+        (
+            {"dp_replicate": 2, "dp_shard": 2, "tp": 1},
+            ["dp_replicate=2 x dp_shard=4"],
+        ),
+        ({"dp_replicate": 16, "dp_shard": "auto", "tp": 1}, ["dp_replicate=16", "dp_replicate=8"]),
     ],
 )
 def test_sizes_that_do_not_fill_the_world_are_refused(
