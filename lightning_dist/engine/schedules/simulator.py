@@ -64,7 +64,11 @@ class StageCosts:
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
-    """Simulates a schedule of compute actions only, or a lowered one.
+    """Simulates a schedule.
+
+    Args:
+        schedule: A schedule of compute actions only, or a lowered one.
+        costs: Costs with one entry per stage.
 
     Returns:
         A timeline that begins at zero, with a wait span where a receive waits.
