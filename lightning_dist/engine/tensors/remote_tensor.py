@@ -52,21 +52,21 @@ class RemoteTensor(Tensor):
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(a, RemoteTensor) and a._sample is None for a in args):
-            raise _refusal((args, kwargs))
+        given = (*args, *kwargs.values())
+        if any(isinstance(a, RemoteTensor) and a._sample is None for a in given):
+            raise _refusal(given)
         if func in _OF_THE_SIZES:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         asks = func in _OF_THE_KIND or func in _MAKE_ONE_LIKE_IT
         if asks or (func in _MAKE_ANOTHER_LIKE_IT and not isinstance(args[0], RemoteTensor)):
-            samples = (a._sample if isinstance(a, RemoteTensor) else a for a in args)
-            return func(*samples, **kwargs)
+            return func(*map(_sample_of, args), **{n: _sample_of(a) for n, a in kwargs.items()})
         if func in _ONLY_LOOK and args[0].dtype.is_floating_point:
             (seen,) = args
             nans = torch.full(seen.shape, torch.nan, dtype=seen.dtype, device=seen.device)
             unknown = nans.as_subclass(UnknownValues)
             unknown._reason = seen._reason
             return unknown
-        raise _refusal((args, kwargs))
+        raise _refusal(given)
 
     @override
     def __iter__(self) -> NoReturn:
@@ -81,6 +81,10 @@ class RemoteTensor(Tensor):
         if self._sample is None:
             return "RemoteTensor()"
         return f"RemoteTensor({tuple(self.shape)}, {self.dtype}, device={str(self.device)!r})"
+
+
+def _sample_of(argument: Any) -> Any:
+    return argument._sample if isinstance(argument, RemoteTensor) else argument
 
 
 class UnknownValues(Tensor):

@@ -24,6 +24,7 @@ ONES = torch.ones(3, 2)
         lambda t: (t.dtype, t.device, t.layout, t.is_cuda, t.is_cpu, t.is_meta, t.get_device()),
         lambda t: (t.requires_grad, t.is_leaf, t.is_floating_point(), torch.is_complex(t)),
         lambda t: (t.element_size(), t.itemsize, t.stride(), t.is_sparse, torch.numel(t)),
+        lambda t: (torch.numel(input=t), torch.is_complex(input=t)),
     ],
 )
 def test_says_what_the_tensor_is(question: Callable[[Tensor], Any]) -> None:
@@ -36,6 +37,7 @@ def test_says_what_the_tensor_is(question: Callable[[Tensor], Any]) -> None:
         lambda t: ONES.to(t),
         lambda t: ONES.to(t.device, t.dtype),
         lambda t: ONES.type_as(t),
+        lambda t: ONES.type_as(other=t),
         lambda t: t.new_zeros(2, 2),
         lambda t: t.new_tensor([1.0, 2.0]),
         lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device),
@@ -138,7 +140,14 @@ def test_unknown_values_are_written_nowhere(write: Callable[[Tensor, Tensor], An
     assert not known.isnan().any()
 
 
-@pytest.mark.parametrize("use", [len, lambda t: t.shape, lambda t: t.dtype, ONES.to])
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(len, lambda t: t.shape, lambda t: t.dtype, ONES.to),
+        lambda t: torch.numel(input=t),
+        lambda t: ONES.type_as(other=t),
+    ],
+)
 def test_of_a_value_nothing_is_known(use: Callable[[Tensor], Any]) -> None:
     with pytest.raises(ValueError, match="made by block 2"):
         use(absent_value("made by block 2"))
