@@ -25,9 +25,6 @@ from torch.utils import _pytree as pytree
 # Checks of the example's dtype and device, which would fail under autocast or on a GPU.
 DROPPED = (torch.ops.aten._assert_tensor_metadata.default,)
 
-# Operators of a block under `no_grad` or autocast.
-_OF_BLOCKS = "wrap_with_"
-
 # Names that torch gives to tensors that the forward makes from Python numbers.
 _LIFTED = "lifted_tensor_"
 
@@ -79,13 +76,6 @@ class TraceGraph:
     def held_by(self, node: fx.Node) -> list[str]:
         """Names the parameters and buffers that an operation of the body uses."""
         return [self.names[n] for n in node.all_input_nodes if n in self.names]
-
-    @property
-    def has_branches(self) -> bool:
-        """Whether functions were passed to an operation, as to ``torch.cond``."""
-        called = {node.target for node in self.body}
-        operators = (t for t in called if isinstance(t, HigherOrderOperator))
-        return any(not operator.name().startswith(_OF_BLOCKS) for operator in operators)
 
     def written(self, names: Mapping[fx.Node, str]) -> set[str]:
         """Returns those of some names, by placeholder, whose tensors the operations write to."""

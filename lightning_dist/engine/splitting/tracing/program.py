@@ -192,8 +192,6 @@ class TraceProgram:
                 " Assign such values in the steps or hooks of the LightningModule."
             )
         graph = graph_of(program, self.canonical)
-        if graph.has_branches:  # torch compiles those of `torch.cond`, and tells nothing of it
-            reads |= self._structure.own_places
         written = graph.written(graph.attributes)
         if written:
             raise ValueError(

@@ -75,6 +75,7 @@ def noted_reads(module: nn.Module) -> Iterator[set[Place]]:
         The places, complete at the end.
     """
     owners = {id(vars(part)): (path, vars(part)) for path, part in module.named_modules()}
+    parts = [*module.modules()]
     places: set[Place] = set()
     files: dict[str, bool] = {}
 
@@ -91,8 +92,16 @@ def noted_reads(module: nn.Module) -> Iterator[set[Place]]:
         elif name not in _OF_TORCH and not any(name in own[held] for held in _REGISTERED):
             places.add((path, name))
 
+    @torch.compiler.assume_constant_result  # so the compiler calls it, with what it knows: names
+    def note_of_all(name: str) -> None:
+        for part in parts:
+            if hasattr(type(part), name) or name in vars(part):
+                note(part, name, "")
+
     def getattribute(part: nn.Module, name: str) -> Any:
-        if not torch.compiler.is_dynamo_compiling():  # which asks again
+        if torch.compiler.is_dynamo_compiling():  # a branch of `torch.cond`, say
+            note_of_all(name)
+        else:
             note(part, name, sys._getframe(1).f_code.co_filename)
         return super(nn.Module, part).__getattribute__(name)
 
@@ -235,16 +244,6 @@ class Structure:
     def made_on(self, device: torch.device) -> nn.Module:
         """Returns a copy with tensors on a device, for one trace."""
         return skeleton_of(self.module).to_empty(device=device)
-
-    @property
-    def own_places(self) -> set[Place]:
-        """All attributes that the structure has itself."""
-        return {
-            (path, name)
-            for path, part in self.parts.items()
-            for name in vars(part).keys() - _OF_TORCH
-            if (path, name) not in self._left_out
-        }
 
     def values_at(self, places: Collection[Place]) -> dict[Place, Held]:
         """Returns the values of attributes, which are never written into."""
