@@ -92,7 +92,8 @@ def noted_reads(module: nn.Module) -> Iterator[set[Place]]:
         elif name not in _OF_TORCH and not any(name in own[held] for held in _REGISTERED):
             places.add((path, name))
 
-    @torch.compiler.assume_constant_result  # so the compiler calls it, with what it knows: names
+    # The compiler calls it where it meets a read; it gives names, for it has no parts.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def note_of_all(name: str) -> None:
         for part in parts:
             if hasattr(type(part), name) or name in vars(part):
