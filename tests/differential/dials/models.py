@@ -329,8 +329,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Loss]] = {
 OF_TOKENS = ("tokens", "tied", "sparse")
 OF_SHARED_PARAMETERS = ("tied", "repeated")
 OF_UNUSED_PARAMETERS = ("experts",)
-SENDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
 """Models whose steps may leave parameters out."""
+SENDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
+"""Whether FSDP2 counts these parameters' gradients as zeros."""
 
 
 def logits_of(output: Any) -> Tensor:
