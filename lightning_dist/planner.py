@@ -23,7 +23,7 @@ from lightning_dist.engine.planning.search.machine import DEVICES, Machine, link
 from lightning_dist.engine.planning.search.plan import Price, Ranking
 from lightning_dist.engine.planning.search.search import Request, search
 from lightning_dist.engine.sharding.deferred_init.api import deferred_init
-from lightning_dist.engine.splitting.cut import skeleton_of
+from lightning_dist.engine.tensors.skeleton import skeleton_of
 from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.mesh_runtime.measuring.costs import (
     Measurement,

@@ -22,10 +22,8 @@ from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from lightning_dist.engine.pipeline.step_checks import ModuleCalls, check_no_side_losses
 from lightning_dist.engine.splitting.layers import Layers, StepInterceptor
-from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
 from lightning_dist.engine.stashing.versions import SwappedWeights, WeightPolicy, WeightVersion
-from lightning_dist.engine.tensors.leaves import behind_leaf, copy_of, cut_from_graph
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import seed_python, seeded
 from lightning_dist.engine.tensors.samples import warn_of_time_first
@@ -55,16 +53,13 @@ class ForwardInterceptor:
 
     Args:
         found: The layers of the pipelined module.
-        remote: What a step sees of the remote layers.
         outside: Called with the arguments of a call outside of a step; None runs the module, all of
             whose layers are on this rank.
     """
 
-    def __init__(
-        self, found: Layers, remote: RemoteLayersView, outside: Callable[..., Any] | None
-    ) -> None:
+    def __init__(self, found: Layers, outside: Callable[..., Any] | None) -> None:
         module, self._compiler = found.module, found.compiler
-        self._remote = remote
+        self._found = found
         self._outside = outside
         self._own_forward: Callable[..., Any] = module.forward
         self._layers: Callable[..., Any] | None = None
@@ -75,7 +70,6 @@ class ForwardInterceptor:
     def detach(self) -> None:
         """Restores the module's own forward."""
         self._undo()
-        self._remote.end()
 
     def run(self, step: Callable[[], Any], layers: Callable[..., Any], *, leaves: bool) -> Any:
         """Runs a step; returns the layers' output if it leaves the step there, else the result.
@@ -88,7 +82,7 @@ class ForwardInterceptor:
         self._layers, self._leaves, self._outputs = layers, leaves, []
         result = None
         try:
-            with self._remote.in_step():
+            with self._found.in_step():
                 result = step()
         except StopForward:
             pass
@@ -210,7 +204,7 @@ class Stage:
             self._calls.note(index, (arguments, keywords))
             layer_input = self._found.layer_input(self.is_first, received, arguments, keywords)
             # A copy for another run, since the layers may write into their input.
-            given = map_tensors(copy_of, layer_input) if self._recomputes else layer_input
+            given = map_tensors(_copy_of, layer_input) if self._recomputes else layer_input
             looks = has_backward and not self._has_looked
             is_cut, size = microbatch.weight < 1.0, microbatch.num_samples
             with warn_of_time_first(self.layers, size) if looks and is_cut else nullcontext():
@@ -218,7 +212,7 @@ class Stage:
             if looks and not self.is_last:
                 check_no_side_losses(self.layers, self._stage_index, output)
             self._has_looked |= has_backward
-            output = map_tensors(cut_from_graph, output) if self._recomputes else output
+            output = map_tensors(_cut_from_graph, output) if self._recomputes else output
             return output
 
         def in_step() -> Any:
@@ -311,7 +305,7 @@ class Stage:
 
     def _run_layers(self, value: Any, seed: tuple[int, ...]) -> Any:
         with seeded(*seed, self._stage_index, device=self._device):
-            return self._found.run(self.layers, map_tensors(behind_leaf, value))
+            return self._found.run(self.layers, map_tensors(_behind_leaf, value))
 
     def _roots(
         self, flight: InFlight, weights: WeightVersion, gradients: Sequence[Tensor | None]
@@ -340,3 +334,33 @@ class Stage:
 
 def _differentiable(tree: Any) -> list[Tensor]:
     return [t for t in flatten(tree)[0] if t.requires_grad]
+
+
+def _cut_from_graph(tensor: Tensor) -> Tensor:
+    """Returns a leaf with the same memory."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """Returns a leaf with memory of its own."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _behind_leaf(tensor: Tensor) -> Tensor:
+    """Returns an alias of a leaf, with the same memory, that layers may write into."""
+    # Autograd refuses to write in place into a leaf, and received tensors are leaves. On one device
+    # `nn.ReLU(inplace=True)`, say, gets the previous layer's output, which is no leaf.
+    if not tensor.requires_grad or not tensor.is_leaf:
+        return tensor
+    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+    return alias
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data  # not a view in autograd's books
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

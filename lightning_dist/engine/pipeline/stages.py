@@ -21,7 +21,6 @@ from lightning_dist.engine.schedules.stash_depth import num_copies
 from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.splitting.cut import layers_of, stage_of_layers
 from lightning_dist.engine.splitting.layers import Layers, StepInterceptor, WholeStep
-from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.policy import Predict, choose_policy
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
@@ -182,7 +181,7 @@ class OwnStages(Mapping[int, Stage]):
     def _attach(self) -> None:
         self._earlier_peaks = self.peak_stash_bytes
         known = self.staleness
-        self.found.attach()
+        self.found.attach(self.options.device)
         interceptor = self._interceptor = self._make_interceptor()
         self._stages = {
             number: self._make_stage(number, interceptor, known.get(number, ()))
@@ -192,9 +191,8 @@ class OwnStages(Mapping[int, Stage]):
     def _make_interceptor(self) -> ForwardInterceptor | StepInterceptor:
         if isinstance(self.found, WholeStep):
             return StepInterceptor()
-        remote = RemoteLayersView(self.found, self.options.device)
         outside = None if self.shape.num_stages == 1 else self._run_outside
-        return ForwardInterceptor(self.found, remote, outside)
+        return ForwardInterceptor(self.found, outside)
 
     def _run_outside(self, *arguments: Any, **keywords: Any) -> Any:
         if self.on_call is None:

@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.splitting.cut import ForeignLayer
+from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.observers import DependenceWatch
 from lightning_dist.engine.tensors.tree import flatten, map_tensors

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -92,12 +93,14 @@ class Blocks(Layers):
         return (None if is_first else received, arguments, given)
 
     @override
-    def attach(self) -> None:
+    def attach(self, device: torch.device) -> None:
+        super().attach(device)
         self._route.attach()
 
     @override
     def detach(self) -> None:
         self._route.detach()
+        super().detach()
 
 
 class _StageOfBlocks(nn.Module):

@@ -10,158 +10,16 @@ rank is this rank's parameter in both, so tied parameters stay tied in the whole
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.tensors.module_tree import set_attribute
-from lightning_dist.engine.tensors.patch import replacement
-
-Module = TypeVar("Module", bound=nn.Module)
-_META = torch.device("meta")
-
-
-@dataclass(eq=False, slots=True)
-class Sight:
-    """Whether walks through the modules include the descriptions of foreign layers.
-
-    All layers of a model share one, for a step opens and closes it around each micro-batch.
-    """
-
-    is_open: bool = False
-
-
-class ForeignLayer(nn.Module):
-    """Stands for a layer of another rank.
-
-    Args:
-        skeleton: The structure of the replaced layer, with tensors on the meta device.
-        name: The layer's name in the pipelined module.
-        stage_index: The stage that has the layer.
-
-    Attributes:
-        skeleton: As above.
-        described: The module that supplies the attributes of the layer: the result of
-            :func:`.describe` while a pipeline runs, else the skeleton.
-        compute_dtypes: The dtypes in which parameters of the skeleton compute on their own rank, by
-            name; a parameter without an entry computes in its own dtype.
-    """
-
-    skeleton: nn.Module
-    described: nn.Module
-
-    def __init__(self, skeleton: nn.Module, name: str, stage_index: int) -> None:
-        super().__init__()
-        self.name = name
-        self.stage_index = stage_index
-        self.compute_dtypes: dict[str, torch.dtype] = {}
-        vars(self)["skeleton"] = skeleton  # no submodule
-        self.answer_by(skeleton, Sight())
-
-    def imitation(self) -> nn.Module:
-        """Returns a module that computes outputs like the layer's, on the meta device."""
-        # For a shared parameter the skeleton has this rank's copy, with values, or a shard.
-        stand_ins: dict[int, Tensor] = {}
-        for name, p in self.skeleton.named_parameters():
-            dtype = self.compute_dtypes.get(name, p.dtype)
-            empty = torch.empty(p.shape, device="meta", dtype=dtype)
-            stand_ins[id(p)] = nn.Parameter(empty, requires_grad=False)
-        return skeleton_of(self.skeleton, stand_ins)
-
-    def answer_by(self, description: nn.Module, sight: Sight) -> None:
-        """Sets what supplies attributes of the layer, and whether it is seen."""
-        vars(self)["described"], self._sight = description, sight
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute from the description, or raises an error that names the stage."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if name not in dir(self.skeleton):
-                raise
-            if self.described is not self.skeleton:
-                return getattr(self.described, name)
-            raise AttributeError(
-                f"{name!r} of layer {self.name!r} was asked for, but that layer lives on stage"
-                f" {self.stage_index}, not on this rank. Use it where the layer runs only, or put"
-                " both uses on one stage with `partition=`."
-            ) from error
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Lists the modules of the layer's description while it is in sight; else none.
-
-        ``parameters()``, ``modules()`` and ``buffers()`` of modules around the layer call this.
-        """
-        walk = super().named_modules
-        if self._sight.is_open:
-            walk = self.described.named_modules
-        yield from walk(memo, prefix, remove_duplicate)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Lists the layer's shared parameters, of which this rank has a copy, or the description's.
-
-        Freezing this layer so freezes the copy. Modules around the layer list others.
-        """
-        if self._sight.is_open:
-            yield from super().named_parameters(prefix, recurse, remove_duplicate)
-            return
-        for name, parameter in self.skeleton.named_parameters(prefix, recurse, remove_duplicate):
-            if not parameter.is_meta:
-                yield name, parameter
-
-    def forward(self, *_: object, **__: object) -> Tensor:
-        """Raises `ValueError`: the layer is on another rank."""
-        raise ValueError(
-            f"Layer {self.name!r} lives on stage {self.stage_index}, not on this rank. Call the"
-            " whole pipelined module, not its layers one by one, and only inside training_step,"
-            " validation_step, test_step or predict_step; for the whole model in one process load a"
-            " checkpoint with `lightning_dist.checkpoint.load_full`."
-        )
-
-
-def skeleton_of(
-    module: Module, stand_ins: dict[int, Tensor] | None = None, device: torch.device = _META
-) -> Module:
-    """Returns a copy of a module's structure, with tensors without values.
-
-    Args:
-        module: Any module; it is not changed.
-        stand_ins: Replacements of some tensors, by the tensors' ids; new ones are added.
-        device: The device of new tensors.
-    """
-    stand_ins = {} if stand_ins is None else stand_ins
-    for parameter in module.parameters():
-        if id(parameter) not in stand_ins:
-            empty = torch.empty_like(parameter, device=device)
-            stand_ins[id(parameter)] = replacement(parameter, empty)
-    for buffer in module.buffers():
-        if id(buffer) not in stand_ins:
-            stand_ins[id(buffer)] = torch.empty_like(buffer, device=device)
-    hooks: dict[int, object] = {}
-    for name, held in ((n, h) for part in module.modules() for n, h in vars(part).items()):
-        # With an autograd graph a tensor cannot be copied; `weight_norm` stores such a weight.
-        if isinstance(held, Tensor) and held.grad_fn:
-            stand_ins[id(held)] = torch.empty_like(held.detach(), device=device)
-        elif name.endswith("_hooks") and isinstance(held, Mapping):  # methods of any objects
-            hooks |= {id(hook): hook for hook in held.values()}
-    try:  # deepcopy takes objects in its memo for copies
-        return copy.deepcopy(module, {**stand_ins, **hooks})
-    except TypeError as error:
-        raise ValueError(
-            f"A layer has something that cannot be copied: {error} (in {type(module).__name__})."
-            " Other stages have copies of a layer, without its values. Make locks, files and the"
-            " like where they are first used, or give their class a `__deepcopy__`."
-        ) from error
+from lightning_dist.engine.tensors.skeleton import skeleton_of
 
 
 def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
@@ -206,7 +64,7 @@ def recut(
     """Changes the cut of a module; no tensor is made or copied.
 
     Layers that leave this rank have no values by now, and layers that come have them already; see
-    :mod:`.rebalance.layer_values`.
+    :mod:`.rebalance.relocation`.
     """
     layers = layers_in(module)
     stages = stage_of_layers(layers_per_stage)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_dist.engine.planning.partition import partition_layers, uniform_partition
 from lightning_dist.engine.splitting.block_loop import loops_over
-from lightning_dist.engine.splitting.cut import ForeignLayer, layer_parameter_counts, whole
+from lightning_dist.engine.splitting.cut import layer_parameter_counts, whole
 from lightning_dist.engine.splitting.find_blocks import (
     LayersNotFoundError,
     blocks_of,
@@ -24,6 +24,7 @@ from lightning_dist.engine.splitting.find_blocks import (
     parameter_ids,
     trainable_ids,
 )
+from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.module_tree import outermost

@@ -8,14 +8,15 @@ its own layers one after the other. Other modules hold layers in other ways
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_dist.engine.splitting.foreign_layer import ForeignLayer, describe
 from lightning_dist.engine.tensors.compiler import PausedCompiler
 
 
@@ -50,6 +51,7 @@ class Layers:
         self.module = module
         self.names = tuple(tuple(group) for group in names)
         self.compiler = PausedCompiler()
+        self._foreign: list[ForeignLayer] = []
 
     def __len__(self) -> int:
         """Returns the number of layers."""
@@ -98,9 +100,16 @@ class Layers:
         """Returns the tensors that a layer of this rank uses and its submodules do not hold."""
         return {}
 
-    def in_step(self, device: torch.device) -> AbstractContextManager[None]:
-        """Returns the context manager for a user's step, with remote tensors on a device."""
-        return nullcontext()
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Returns the context manager for a user's step, which sees the remote layers."""
+        for layer in self._foreign:
+            layer.is_in_sight = True
+        try:
+            yield
+        finally:
+            for layer in self._foreign:
+                layer.is_in_sight = False
 
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
         """Ends a change of the cut, after the submodules have been exchanged.
@@ -110,11 +119,18 @@ class Layers:
             beside: Tensors that :meth:`beside` returned for the layers that came.
         """
 
-    def attach(self) -> None:
-        """Prepares the cut module for the calls of stages."""
+    def attach(self, device: torch.device) -> None:
+        """Prepares the cut module for calls of stages, as if remote tensors were on a device."""
+        modules = (part.module for part in self.parts())
+        self._foreign = [module for module in modules if isinstance(module, ForeignLayer)]
+        for layer in self._foreign:
+            layer.answer_by(describe(layer, device))
 
     def detach(self) -> None:
         """Undoes :meth:`attach`."""
+        for layer in self._foreign:
+            layer.answer_by(layer.skeleton)
+        self._foreign = []
 
 
 class LayerSequence(Layers):

@@ -23,9 +23,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.splitting.tracing.export import is_called_by_user, is_the_users
 from lightning_dist.engine.tensors.patch import hooks_of
+from lightning_dist.engine.tensors.skeleton import skeleton_of
 
 Place: TypeAlias = tuple[str, str]
 """The path of a part in its module, and the name of an attribute."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.patch import replacement
 from lightning_dist.engine.tensors.remote_tensor import absent
+from lightning_dist.engine.tensors.skeleton import without_values
 
 
 class RemovedTensors:
@@ -35,7 +35,7 @@ class RemovedTensors:
         for name, (tensors, key) in places.items():
             tensor = tensors[key]
             assert tensor is not None
-            self._shapes[name] = by_identity.setdefault(id(tensor), _on(tensor, "meta"))
+            self._shapes[name] = by_identity.setdefault(id(tensor), without_values(tensor))
         for tensors, key in places.values():
             tensors[key] = None
         self._places |= places
@@ -65,7 +65,7 @@ class RemovedTensors:
             device: Device of these tensors. None leaves them on the meta device; on the CPU they
                 take address space but no memory, as long as no code writes to them.
         """
-        made = {id(shape): _on(shape, device or "meta") for shape in self._shapes.values()}
+        made = {id(s): without_values(s, device or "meta") for s in self._shapes.values()}
         with self._in_their_places({name: made[id(s)] for name, s in self._shapes.items()}):
             yield
 
@@ -105,11 +105,6 @@ def _reason(name: str) -> str:
         " another way, as an inverse to draw samples, load the checkpoint on one device, or use"
         " DDPStrategy."
     )
-
-
-def _on(tensor: Tensor, device: torch.device | str) -> Tensor:
-    empty = torch.empty_like(tensor, device=device)
-    return replacement(tensor, empty) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _refuse_calls(owner: nn.Module, name: str) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
 
@@ -138,8 +138,15 @@ class TracedLayers(LayerSequence):
         return {name: self._traced.get_buffer(name) for name in buffers}
 
     @override
-    def in_step(self, device: torch.device) -> AbstractContextManager[None]:
-        return self.away.as_remote(device)
+    def attach(self, device: torch.device) -> None:
+        super().attach(device)
+        self._device = device
+
+    @override
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        with super().in_step(), self.away.as_remote(self._device):
+            yield
 
     @override
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:

@@ -16,8 +16,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.tensors.patch import replacement
+from lightning_dist.engine.tensors.skeleton import skeleton_of
 
 _ATTRIBUTE = "_lightning_dist_saved_modules"
 _KEY = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY

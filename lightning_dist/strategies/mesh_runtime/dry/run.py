@@ -40,10 +40,10 @@ from lightning_dist.engine.planning.traffic import MessageKind, Traffic, Traffic
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter
 from lightning_dist.engine.sharding.deferred_init.api import deferred_init, named_tensors
 from lightning_dist.engine.sharding.fully_shard import fill
-from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.module_tree import map_other_tensors
 from lightning_dist.engine.tensors.rng import python_state_kept
+from lightning_dist.engine.tensors.skeleton import skeleton_of
 from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.mesh_runtime.checks import check_automatic, check_shardable
 from lightning_dist.strategies.mesh_runtime.dry.channel import Sent, dry_links

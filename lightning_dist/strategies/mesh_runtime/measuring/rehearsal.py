@@ -38,8 +38,8 @@ from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.profiling.links import seconds_of
 from lightning_dist.engine.sharding.deferred_init.api import named_tensors
 from lightning_dist.engine.sharding.fully_shard import fill
-from lightning_dist.engine.splitting.cut import skeleton_of
 from lightning_dist.engine.splitting.ties import tie_again
+from lightning_dist.engine.tensors.skeleton import skeleton_of
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin, half_precision_of
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
 from lightning_dist.strategies.mesh_runtime.measuring.updates import dense, optimizer_of

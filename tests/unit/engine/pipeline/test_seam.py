@@ -9,13 +9,10 @@ from torch import nn
 
 from lightning_dist.engine.pipeline.stage import ForwardInterceptor
 from lightning_dist.engine.splitting.layers import LayerSequence
-from lightning_dist.engine.splitting.remote_layers import RemoteLayersView
 
 
 def intercept(net: nn.Sequential, outside: Callable[..., Any] | None = None) -> ForwardInterceptor:
-    layers = LayerSequence(net)
-    view = RemoteLayersView(layers, torch.device("cpu"))
-    return ForwardInterceptor(layers, view, outside)
+    return ForwardInterceptor(LayerSequence(net), outside)
 
 
 def double(x: Any) -> Any:

@@ -305,13 +305,13 @@ def test_the_model_is_left_as_it_was() -> None:
     names = list(model.state_dict())
     blocks = model.body.blocks
     layers = blocks_of(model, "body.blocks", "model")
-    layers.attach()
+    layers.attach(torch.device("cpu"))
     assert model.body.blocks is not blocks
     assert list(model.state_dict()) == names
     layers.detach()
     assert model.body.blocks is blocks
     cut(layers, [2, 3], [0])
-    layers.attach()
+    layers.attach(torch.device("cpu"))
     assert "forward" in model.head.__dict__
     layers.detach()
     assert "forward" not in model.head.__dict__

@@ -15,16 +15,11 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     to_names,
     to_numbers,
 )
-from lightning_dist.engine.splitting.cut import (
-    ForeignLayer,
-    cut,
-    is_cut,
-    layers_of,
-    skeleton_of,
-    whole,
-)
+from lightning_dist.engine.splitting.cut import cut, is_cut, layers_of, whole
+from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import LayerSequence
 from lightning_dist.engine.splitting.split import PipelineSplit
+from lightning_dist.engine.tensors.skeleton import skeleton_of
 
 
 def sequence() -> nn.Sequential:

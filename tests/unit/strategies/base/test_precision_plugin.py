@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.splitting.cut import cut, foreign_layers
-from lightning_dist.engine.splitting.remote_layers import describe
+from lightning_dist.engine.splitting.foreign_layer import describe
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.rebalance.relocation import Exchanged, values_of
-from lightning_dist.engine.splitting.cut import skeleton_of
+from lightning_dist.engine.tensors.skeleton import skeleton_of
 
 CPU = torch.device("cpu")
 

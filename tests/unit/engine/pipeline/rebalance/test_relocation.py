@@ -15,7 +15,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import name_groups, regrou
 from lightning_dist.engine.comms.links import PeerLinks
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.rebalance.relocation import Relocation
-from lightning_dist.engine.splitting.cut import ForeignLayer
+from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import LayerSequence
 from tests.helpers.networks.models import make_data, make_layers, make_optimizer
 from tests.helpers.processes.threads import Train, Yielding, run_ranks, shapes_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.splitting.cut import skeleton_of
+from lightning_dist.engine.tensors.skeleton import skeleton_of
 from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.mesh_runtime.measuring.costs import (
     Measurement,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import cut, foreign_layers
+from lightning_dist.engine.splitting.foreign_layer import describe
 from lightning_dist.engine.splitting.layers import LayerSequence
-from lightning_dist.engine.splitting.remote_layers import RemoteLayersView, describe
 from tests.helpers.block_parity import largest_difference
 
 WEIGHT, TOTAL = r"'inner.weight' of layer '\d'", r"'total' of layer '\d'"
@@ -88,13 +88,14 @@ def test_a_step_that_needs_what_is_elsewhere_is_refused(
 def test_beside_a_step_a_module_shows_what_this_rank_has() -> None:
     model = build()
     cut(model, [3, 1], [1])
-    sight = RemoteLayersView(LayerSequence(model), CPU)
+    layers = LayerSequence(model)
+    layers.attach(CPU)
     assert [name for name, _ in model.named_parameters()] == ["3.weight", "3.bias"]
-    with sight.in_step():
+    with layers.in_step():
         assert len(list(model.parameters())) == 8
     assert len(list(model.parameters())) == 2
-    sight.end()
-    with sight.in_step():
+    layers.detach()
+    with layers.in_step():
         assert len(list(model.parameters())) == 2
 
 
