@@ -23,8 +23,8 @@ from typing_extensions import override
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
+from lightning_dist.engine.pipeline.rebalance.relocation import LayerExchange
 from lightning_dist.engine.pipeline.rebalance.repartition import (
-    LayerExchange,
     Repartition,
     agree_on_cut,
     refuse_shared_parameters,

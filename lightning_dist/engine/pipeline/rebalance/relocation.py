@@ -5,22 +5,27 @@ by one. Sends never wait, so no order of ranks can deadlock. The receiving rank 
 structure since the model was cut, so only values travel: parameters, buffers, gradients that wait
 for an update, optimizer state, and what a training loop may have changed on one rank alone (frozen
 parameters, ``training``, ``extra_state``). Modules stay the same objects, with their hooks.
+
+As much as possible stays open. Channels, the recorder, the log, and the optimizer with its owner
+outlive the change. Only the stages are created anew, on the layers that this rank has then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.comms.links import PeerLinks
-from lightning_dist.engine.planning.partition import find_moves
-from lightning_dist.engine.schedules.registry import PipelineShape
+from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.planning.partition import Move, find_moves
 from lightning_dist.engine.splitting.cut import recut, stage_of_layers, structure_of
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.tensors.patch import replacement
@@ -125,102 +130,148 @@ def _set(modules: nn.Module, name: str, tensor: Tensor) -> None:
     held[key] = tensor
 
 
-class Relocation:
-    """One rank's part in a change of the partition.
+class LayerExchange:
+    """Sends layers from rank to rank of a pipeline.
 
-    ``shape`` is this rank's part of the pipeline, by which the module has been cut, and ``after``
-    has the layers per stage afterwards.
+    Args:
+        ranks: Global ranks of the pipeline, in order.
+        groups: Two gloo groups of these ranks for layers only: to later ranks, to earlier ranks.
+        device: Device on which this rank computes.
+        timeout_seconds: How long a rank waits for another.
     """
 
     def __init__(
-        self, layers: Layers, shape: PipelineShape, after: tuple[int, ...], device: torch.device
+        self,
+        ranks: Sequence[int],
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        device: torch.device,
+        timeout_seconds: float,
     ) -> None:
-        self.moves = find_moves(shape.layers_per_stage, after, shape.rank_of_stage)
-        self._layers = layers
-        self._after = after
-        self._own_stages = shape.stages
+        self._ranks = ranks
+        self._groups = groups
         self._device = device
-        self._leaving = [move for move in self.moves if move.source == shape.rank]
-        self._coming = [move for move in self.moves if move.target == shape.rank]
+        self._timeout_seconds = timeout_seconds
+        self._links = PeerLinks()
+        self._interruption: BaseException | None = None
 
-    @property
-    def targets(self) -> Collection[int]:
-        """The ranks that get layers from this one."""
-        return sorted({move.target for move in self._leaving})
-
-    @property
-    def sources(self) -> Collection[int]:
-        """The ranks that send layers to this one."""
-        return sorted({move.source for move in self._coming})
-
-    @torch.no_grad()
     def run(
-        self, links: PeerLinks, optimizers: Iterable[Optimizer], *, with_gradients: bool = False
-    ) -> None:
-        """Moves the layers; the pipeline must be empty, and detached from the module.
+        self,
+        pipeline: Pipeline,
+        layers: Layers,
+        after: tuple[int, ...],
+        optimizers: Sequence[Optimizer],
+        *,
+        with_gradients: bool,
+        on_moved: Callable[[], None],
+    ) -> tuple[Move, ...]:
+        """Moves the layers of a pipeline that is empty.
 
         The optimizers lose the state of the layers that leave, and get the state of the layers that
         come. The caller must update their groups.
 
         Args:
-            links: Channels to :attr:`targets` and from :attr:`sources`.
+            pipeline: The pipeline.
+            layers: The layers of all ranks.
+            after: The layers per stage from now on.
             optimizers: Optimizers of this rank's parameters.
             with_gradients: Whether ``p.grad`` waits for an update.
+            on_moved: Called when the layers have arrived, before the stages are created anew.
+
+        Returns:
+            The moves of all ranks of the pipeline.
         """
+        shape = pipeline.shape
+        moves = find_moves(shape.layers_per_stage, after, shape.rank_of_stage)
+        leaving = {m.layer_index: m.target for m in moves if m.source == shape.rank}
+        coming = {m.layer_index: m.source for m in moves if m.target == shape.rank}
+        own = [n for n, stage in enumerate(stage_of_layers(after)) if stage in shape.stages]
+        self._links = self._connect(sorted({*leaving.values()}), sorted({*coming.values()}))
+        if self._interruption is not None:  # while the channels were opened, or before
+            self._links.interrupt(self._interruption)
         states = [optimizer.state for optimizer in optimizers]
-        for move in self._leaving:
-            parcel = self._pack(move.layer_index, states, with_gradients)
-            links.outgoing[move.target].send(parcel)
-        self._forget(states)
-        coming = {move.layer_index for move in self._coming}
-        stages = enumerate(stage_of_layers(self._after))
-        own = [layer for layer, stage in stages if stage in self._own_stages]
-        # Before a wait that may raise, so that no layer without values stands in the module.
-        recut(self._layers, self._after, [layer for layer in own if layer not in coming])
-        exchanged, beside = Exchanged(self._device), dict[str, Tensor]()
-        for move in self._coming:
-            parcel = links.incoming[move.source].receive()
-            self._unpack(move.layer_index, parcel, exchanged, states)
-            beside.update(parcel.beside)
-        recut(self._layers, self._after, own)
-        self._layers.settle(own, beside)
+        with pipeline.detached():
+            with torch.no_grad():
+                self._send(layers, leaving, states, with_gradients)
+                # Before a wait that may raise, so that no layer in the module lacks its values.
+                recut(layers, after, [layer for layer in own if layer not in coming])
+                beside = self._receive(layers, coming, states)
+                recut(layers, after, own)
+                layers.settle(own, beside)
+            pipeline.stages.repartition(after)
+            on_moved()
+        self._links.close()
+        self._links = PeerLinks()
+        return moves
 
-    def _parts(self, layer_index: int) -> nn.ModuleDict:
-        """Returns a layer's submodules as one module."""
-        all_parts = self._layers.parts()
-        parts = [structure_of(p.module) for p in all_parts if p.layer_index == layer_index]
-        return nn.ModuleDict({str(place): module for place, module in enumerate(parts)})
-
-    def _pack(self, layer_index: int, states: list[Any], with_gradients: bool) -> LayerValues:
-        parts = self._parts(layer_index)
-        of_optimizer = {
-            f"{number}.{name}": dict(state[p])
-            for name, p in parts.named_parameters()
-            for number, state in enumerate(states)
-            if p in state
+    def _connect(self, targets: Sequence[int], sources: Sequence[int]) -> PeerLinks:
+        """Opens this rank's channels. Collective: every rank of the pipeline must call it."""
+        rank = self._ranks.index(dist.get_rank())
+        later, earlier = self._groups
+        outgoing = {
+            peer: DistributedSender(later if peer > rank else earlier, self._ranks[peer])
+            for peer in targets
         }
-        values = values_of(parts, with_gradients=with_gradients)
-        return replace(values, beside=self._layers.beside(layer_index), optimizer=of_optimizer)
+        incoming = {
+            peer: DistributedReceiver(
+                later if peer < rank else earlier,
+                self._ranks[peer],
+                self._device,
+                self._timeout_seconds,
+            )
+            for peer in sources
+        }
+        return PeerLinks(outgoing, incoming)
 
-    def _forget(self, states: list[Any]) -> None:
+    def interrupt(self, error: BaseException) -> None:
+        """Raises an error in this rank's present or next wait for a layer."""
+        self._interruption = error
+        self._links.interrupt(error)
+
+    def _send(
+        self, layers: Layers, targets: Mapping[int, int], states: list[Any], with_gradients: bool
+    ) -> None:
+        """Sends layers to ranks, and frees their values."""
+        for layer, target in targets.items():
+            parts = _parts(layers, layer)
+            of_optimizer = {
+                f"{number}.{name}": dict(state[p])
+                for name, p in parts.named_parameters()
+                for number, state in enumerate(states)
+                if p in state
+            }
+            values = values_of(parts, with_gradients=with_gradients)
+            parcel = replace(values, beside=layers.beside(layer), optimizer=of_optimizer)
+            self._links.outgoing[target].send(parcel)
         exchanged = Exchanged(self._device)
-        for move in self._leaving:
-            parts = self._parts(move.layer_index)
+        for layer in targets:
+            parts = _parts(layers, layer)
             for parameter in parts.parameters():
                 for state in states:
                     state.pop(parameter, None)
             exchanged.strip(parts)
 
-    def _unpack(
-        self, layer_index: int, parcel: LayerValues, exchanged: Exchanged, states: list[Any]
-    ) -> None:
-        parts = self._parts(layer_index)
-        exchanged.fill(parts, parcel)
-        parameters = dict(parts.named_parameters())
-        for name, entries in parcel.optimizer.items():
-            number, _, own_name = name.partition(".")
-            # Copies, since received tensors lie in the channel's own memory.
-            states[int(number)][parameters[own_name]] = {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in entries.items()
-            }
+    def _receive(
+        self, layers: Layers, sources: Mapping[int, int], states: list[Any]
+    ) -> dict[str, Tensor]:
+        """Receives layers from ranks; returns what they use besides their own values."""
+        exchanged, beside = Exchanged(self._device), dict[str, Tensor]()
+        for layer, source in sources.items():
+            parcel = self._links.incoming[source].receive()
+            parts = _parts(layers, layer)
+            exchanged.fill(parts, parcel)
+            parameters = dict(parts.named_parameters())
+            for name, entries in parcel.optimizer.items():
+                number, _, own_name = name.partition(".")
+                # Copies, since received tensors lie in the channel's own memory.
+                states[int(number)][parameters[own_name]] = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in entries.items()
+                }
+            beside.update(parcel.beside)
+        return beside
+
+
+def _parts(layers: Layers, layer_index: int) -> nn.ModuleDict:
+    """Returns a layer's submodules as one module."""
+    parts = [structure_of(p.module) for p in layers.parts() if p.layer_index == layer_index]
+    return nn.ModuleDict({str(place): module for place, module in enumerate(parts)})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_dist import PipelineStrategy
 from lightning_dist.callbacks import StageBalancer
 from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
-from lightning_dist.engine.pipeline.rebalance import repartition
+from lightning_dist.engine.pipeline.rebalance import relocation
 from lightning_dist.strategies.pipelining import movable_layers
 from tests.helpers.networks.models import (
     Classifier,
@@ -118,7 +118,7 @@ def slow_down(strategy: PipelineStrategy, where: str) -> None:
     """Lets a rank come to the exchange of layers, or to its channels, when the other has failed."""
     module, name = {
         "exchange": (movable_layers, "LayerExchange"),
-        "channels": (repartition.LayerExchange, "_connect"),
+        "channels": (relocation.LayerExchange, "_connect"),
     }[where]
     own = getattr(module, name)
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import name_groups, regroup
 from lightning_dist.engine.comms.links import PeerLinks
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.pipeline.rebalance.relocation import Relocation
+from lightning_dist.engine.pipeline.rebalance.relocation import LayerExchange
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import LayerSequence
 from tests.helpers.networks.models import make_data, make_layers, make_optimizer
@@ -40,6 +41,21 @@ def shrink(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
+class Exchange(LayerExchange):
+    """Sends layers between threads."""
+
+    def __init__(self, rank: int, channels: dict[tuple[int, int], Yielding]) -> None:
+        super().__init__((), cast(Any, ()), torch.device("cpu"), 0.0)
+        self._rank, self._channels = rank, channels
+
+    @override
+    def _connect(self, targets: Sequence[int], sources: Sequence[int]) -> PeerLinks:
+        return PeerLinks(
+            {peer: self._channels[self._rank, peer] for peer in targets},
+            {peer: self._channels[peer, self._rank] for peer in sources},
+        )
+
+
 def train_moving(cuts: list[tuple[int, ...]], optimizer_name: str, turn: Lock) -> Train:
     """Trains on a batch per cut."""
     channels = {(a, b): Yielding(turn) for a in range(2) for b in range(2)}
@@ -56,16 +72,11 @@ def train_moving(cuts: list[tuple[int, ...]], optimizer_name: str, turn: Lock) -
             optimizer.zero_grad()
 
         def cut_anew(after: tuple[int, ...]) -> None:
-            relocation = Relocation(layers, pipeline.shape, after, torch.device("cpu"))
-            links = PeerLinks(
-                {peer: channels[rank, peer] for peer in relocation.targets},
-                {peer: channels[peer, rank] for peer in relocation.sources},
+            exchange = Exchange(rank, channels)
+            exchange.run(
+                pipeline, layers, after, [optimizer], with_gradients=False, on_moved=lambda: None
             )
-            with pipeline.detached():
-                relocation.run(links, [optimizer])
-                pipeline.stages.repartition(after)
             regroup(optimizer, model, [NAMES])
-            links.close()
             here = {id(p) for p in model.parameters()}
             assert {id(p) for p in optimizer.state} <= here
             assert len(optimizer.param_groups[0]["params"]) == len(here)
