@@ -56,17 +56,15 @@ def cut(
         if stage not in own_stages:
             skeleton = skeleton_of(part.module, stand_ins)
             set_attribute(layers.module, part.name, ForeignLayer(skeleton, part.name, stage))
+    layers.settle([n for n, stage in enumerate(stages) if stage in own_stages], {})
 
 
-def recut(
-    module: nn.Sequential | Layers, layers_per_stage: Sequence[int], own_layers: Collection[int]
-) -> None:
+def recut(layers: Layers, layers_per_stage: Sequence[int], own_layers: Collection[int]) -> None:
     """Changes the cut of a module; no tensor is made or copied.
 
     Layers that leave this rank have no values by now, and layers that come have them already; see
     :mod:`.rebalance.relocation`.
     """
-    layers = layers_in(module)
     stages = stage_of_layers(layers_per_stage)
     for part in layers.parts():
         stage, present = stages[part.layer_index], part.module
@@ -83,21 +81,10 @@ def is_cut(module: nn.Module) -> bool:
     return any(isinstance(layer, ForeignLayer) for layer in module.modules())
 
 
-def layers_of(
-    module: nn.Sequential | Layers, layers_per_stage: Sequence[int], stage_index: int
-) -> nn.Module:
+def layers_of(layers: Layers, layers_per_stage: Sequence[int], stage_index: int) -> nn.Module:
     """Returns the module that runs the layers of a stage of this rank."""
     first = sum(layers_per_stage[:stage_index])
-    return layers_in(module).stage(first, first + layers_per_stage[stage_index])
-
-
-def layer_parameter_counts(module: nn.Sequential | Layers) -> list[int]:
-    """Counts the parameters of each layer of a pipelined module, foreign layers included."""
-    layers = layers_in(module)
-    counts = [0] * len(layers)
-    for part in layers.parts():
-        counts[part.layer_index] += sum(p.numel() for p in structure_of(part.module).parameters())
-    return counts
+    return layers.stage(first, first + layers_per_stage[stage_index])
 
 
 def structure_of(layer: nn.Module) -> nn.Module:

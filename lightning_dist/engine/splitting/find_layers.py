@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_dist.engine.planning.partition import partition_layers, uniform_partition
 from lightning_dist.engine.splitting.block_loop import loops_over
-from lightning_dist.engine.splitting.cut import layer_parameter_counts, whole
+from lightning_dist.engine.splitting.cut import structure_of, whole
 from lightning_dist.engine.splitting.find_blocks import (
     LayersNotFoundError,
     blocks_of,
@@ -27,7 +27,7 @@ from lightning_dist.engine.splitting.find_blocks import (
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.splitting.ties import Tie
-from lightning_dist.engine.tensors.module_tree import outermost
+from lightning_dist.engine.tensors.module_tree import count_parameters, outermost
 
 
 def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
@@ -209,7 +209,9 @@ def choose_partition(
     if partition == "uniform":
         return tuple(uniform_partition(num_layers, num_stages))
     if partition in ("parameters", "profile"):
-        costs = [float(count) for count in layer_parameter_counts(layers)]
+        costs = [0.0] * num_layers
+        for part in layers.parts():
+            costs[part.layer_index] += count_parameters(structure_of(part.module))
         return tuple(partition_layers(costs, num_stages))
     assert not isinstance(partition, str)
     counts = tuple(partition)

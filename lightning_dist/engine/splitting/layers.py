@@ -112,7 +112,7 @@ class Layers:
                 layer.is_in_sight = False
 
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
-        """Ends a change of the cut, after the submodules have been exchanged.
+        """Ends a cut, or a change of it, after the submodules have been exchanged.
 
         Args:
             own_layers: Indices of this rank's layers from now on.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -53,6 +54,17 @@ def set_attribute(root: nn.Module, name: str, value: object) -> None:
     """Sets the module, parameter or buffer of a dotted name in a model."""
     path, _, attribute = name.rpartition(".")
     setattr(root.get_submodule(path), attribute, value)
+
+
+def place_of(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Returns the dict with the parameter or buffer of a dotted name in a model, and its key there.
+
+    For changes not by ``setattr``, which a class may have changed.
+    """
+    path, _, key = name.rpartition(".")
+    owner = root.get_submodule(path)
+    held: dict[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
+    return held, key
 
 
 def map_other_tensors(root: nn.Module, function: Callable[[Tensor], Tensor]) -> None:

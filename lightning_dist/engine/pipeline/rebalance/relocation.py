@@ -28,6 +28,7 @@ from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.partition import Move, find_moves
 from lightning_dist.engine.splitting.cut import recut, stage_of_layers, structure_of
 from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.tensors.module_tree import place_of
 from lightning_dist.engine.tensors.patch import replacement
 
 
@@ -123,10 +124,7 @@ def _tensors_of(modules: nn.Module) -> Sequence[tuple[str, Tensor]]:
 
 
 def _set(modules: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, key = name.rpartition(".")
-    owner = modules.get_submodule(path)
-    # Not by `setattr`, which a class may have changed.
-    held: dict[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
+    held, key = place_of(modules, name)
     held[key] = tensor
 
 

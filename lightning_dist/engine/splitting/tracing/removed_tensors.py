@@ -9,12 +9,13 @@ the summary, and ``configure_optimizers``, which decides the groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.tensors.module_tree import place_of
 from lightning_dist.engine.tensors.remote_tensor import absent
 from lightning_dist.engine.tensors.skeleton import without_values
 
@@ -30,7 +31,7 @@ class RemovedTensors:
 
     def take(self, names: Collection[str]) -> None:
         """Removes tensors; of a tied one all names are given."""
-        places = {name: _place_of(self._module, name) for name in names}
+        places = {name: place_of(self._module, name) for name in names}
         by_identity: dict[int, Tensor] = {}
         for name, (tensors, key) in places.items():
             tensor = tensors[key]
@@ -57,8 +58,7 @@ class RemovedTensors:
         """The names of the removed tensors."""
         return set(self._places)
 
-    @contextmanager
-    def as_empty(self, device: torch.device | None) -> Iterator[None]:
+    def as_empty(self, device: torch.device | None) -> AbstractContextManager[None]:
         """Returns a context manager with tensors of the same shapes in place.
 
         Args:
@@ -66,21 +66,19 @@ class RemovedTensors:
                 take address space but no memory, as long as no code writes to them.
         """
         made = {id(s): without_values(s, device or "meta") for s in self._shapes.values()}
-        with self._in_their_places({name: made[id(s)] for name, s in self._shapes.items()}):
-            yield
+        return self._in_place({name: made[id(shape)] for name, shape in self._shapes.items()})
 
-    @contextmanager
-    def as_remote(self, device: torch.device) -> Iterator[None]:
+    def describe(self, device: torch.device) -> None:
+        """Makes the remote tensors that :meth:`as_remote` shows, as if they were on a device."""
+        shapes = self._shapes.items()
+        self._described = {n: absent(shape, shape.dtype, device, _reason(n)) for n, shape in shapes}
+
+    def as_remote(self) -> AbstractContextManager[None]:
         """Returns a context manager with remote tensors in place; a read of a value is an error."""
-        known = self._described
-        for name, shape in self._shapes.items():
-            if name not in known or known[name].device != device:
-                known[name] = absent(shape, shape.dtype, device, _reason(name))
-        with self._in_their_places({name: known[name] for name in self._shapes}):
-            yield
+        return self._in_place(self._described)
 
     @contextmanager
-    def _in_their_places(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+    def _in_place(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         for name, (tensors, key) in self._places.items():
             tensors[key] = values[name]
         try:
@@ -88,13 +86,6 @@ class RemovedTensors:
         finally:
             for tensors, key in self._places.values():
                 tensors[key] = None
-
-
-def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    path, _, key = name.rpartition(".")
-    owner = module.get_submodule(path)
-    tensors: Mapping[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
-    return tensors, key  # type: ignore[return-value]
 
 
 def _reason(name: str) -> str:

@@ -90,11 +90,6 @@ class TracedLayers(LayerSequence):
         first = frozenset[str]().union(*(self.program.names[index] for index in layers))
         return {name for name, canonical in self.program.canonical.items() if canonical in first}
 
-    def keep(self, layers: Sequence[int]) -> None:
-        """Removes the tensors of all other layers from the traced module, at the first call."""
-        if not self.away.names:
-            self.away.take(self.names_in(range(len(self))) - self.names_in(layers))
-
     @property
     @override
     def users_module(self) -> nn.Module:
@@ -139,13 +134,12 @@ class TracedLayers(LayerSequence):
 
     @override
     def attach(self, device: torch.device) -> None:
-        super().attach(device)
-        self._device = device
+        self.away.describe(device)  # a step sees the traced module, not the layers
 
     @override
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        with super().in_step(), self.away.as_remote(self._device):
+        with self.away.as_remote():
             yield
 
     @override

@@ -59,11 +59,6 @@ class TracedSplit(PipelineSplit):
         return self._names_in(range(len(self.layers)))
 
     @override
-    def cut(self) -> None:
-        super().cut()
-        self.layers.keep(self._own_layers)
-
-    @override
     def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
         return self.layers.away.as_empty(device)
 
@@ -75,9 +70,8 @@ class TracedSplit(PipelineSplit):
 
     @override
     def foreign_names(self) -> set[str]:
-        everything, own = range(len(self.layers)), self._own_layers
-        away = self.layers.names_in(everything) - self.layers.names_in(own)
-        return {self._prefix + key for key, name in self.layers.saved.items() if name in away}
+        away, saved = self._all_names - self._names_in(self._own_layers), self.layers.saved.items()
+        return {self._prefix + key for key, name in saved if self._prefix + name in away}
 
     @override
     def state_dict(self, module: nn.Module) -> dict[str, Any]:

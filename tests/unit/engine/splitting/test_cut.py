@@ -169,7 +169,7 @@ def test_one_activation_may_stand_at_several_places() -> None:
     model = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu)
     x = torch.randn(3, 2)
     assert len(LayerSequence(model)) == 4
-    assert torch.equal(layers_of(model, (4,), 0)(x), model(x))
+    assert torch.equal(layers_of(LayerSequence(model), (4,), 0)(x), model(x))
     cut(model, (2, 2), (1,))
     assert [isinstance(layer, ForeignLayer) for layer in model] == [True, True, False, False]
 

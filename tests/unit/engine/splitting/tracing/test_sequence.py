@@ -178,7 +178,6 @@ def test_versions_of_weights_stand_in_for_the_parameters(unet: Built) -> None:
 def test_each_rank_keeps_its_layers_tensors() -> None:
     module, original, sequence = build(ResNet, image_input)
     cut(sequence, (4, 2), (1,))
-    sequence.keep([4, 5])
     assert traced_layers(module) is sequence
     held = {"blocks.1.norm.weight", "blocks.1.norm.bias", "head.weight", "head.bias"}
     assert {name for name, _ in module.named_parameters()} == held
@@ -188,7 +187,8 @@ def test_each_rank_keeps_its_layers_tensors() -> None:
         assert [(n, p.shape, p.requires_grad) for n, p in module.named_parameters()] == expected
         assert list(module.state_dict()) == list(original.state_dict())
         assert module.stem.weight.is_meta
-    with sequence.away.as_remote(torch.device("cpu")):
+    sequence.away.describe(torch.device("cpu"))
+    with sequence.away.as_remote():
         assert [(n, p.shape, p.requires_grad) for n, p in module.named_parameters()] == expected
         assert module.stem.weight.is_cpu
         with pytest.raises(ValueError, match=r"'stem\.weight' was asked for"):
