@@ -1,13 +1,14 @@
-"""Replacement of a checkpoint in steps: behind each one the old or the new one can be found.
+"""Atomic replacement of a checkpoint: at each instant its name belongs to a whole checkpoint.
 
-A file or directory is written under a temporary name and flushed to the disk. Then it takes the
-name of the checkpoint before. A file does so in one step. No directory can, so the old one is
-renamed first, and removed last. Lightning's search for the last checkpoint finds that name, too,
-and :func:`resolve` finds the directory by its old name.
+A file or directory is written under a temporary name and flushed to the disk. Then a file takes the
+name of the checkpoint before, and a directory exchanges names with it. The old one is removed last.
+If a file system cannot exchange names, the old directory is renamed first. Lightning's search for
+the last checkpoint finds that name, too, and :func:`resolve` finds the directory by its old name.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ def temporary_name(target: Path) -> Path:
 
 
 def aside_name(target: Path) -> Path:
-    """Returns the path of a directory that is being replaced."""
+    """Returns the path of the replaced directory, for file systems that cannot exchange names."""
     return target.with_name(f"{target.stem}.replaced{target.suffix}")
 
 
@@ -45,11 +46,14 @@ def publish(temporary: Path, target: Path) -> None:
     """Renames a written and flushed checkpoint to its own path, and removes the one before."""
     flush(temporary)
     aside = aside_name(target)
-    if os.path.lexists(target) and (_is_folder(temporary) or _is_folder(target)):
+    if not os.path.lexists(target) or not (_is_folder(temporary) or _is_folder(target)):
+        temporary.replace(target)
+    elif not exchange(temporary, target):
         remove(aside)
         target.rename(aside)
-    temporary.replace(target)
+        temporary.rename(target)
     flush(target.parent)  # the new name must be on the disk before the old checkpoint goes
+    remove(temporary)
     remove(aside)
 
 
@@ -59,6 +63,14 @@ def link(path: Path, target: Path) -> None:
     remove(temporary)
     temporary.symlink_to(os.path.relpath(target, path.parent))
     publish(temporary, path)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names in one step; returns False, with nothing changed, if it is impossible."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # of Linux; Python has no function
+    here, flag = -100, 2  # AT_FDCWD of <fcntl.h>, RENAME_EXCHANGE of <linux/fs.h>
+    first, second = os.fsencode(one), os.fsencode(other)
+    return rename is not None and rename(here, first, here, second, flag) == 0
 
 
 def flush(path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dist import DDPStrategy
 from lightning_dist.checkpoint import load_full, save_full, save_sharded
+from lightning_dist.engine.checkpoint import directory
 from lightning_dist.strategies.base.saving.checkpointing import WholeFileIO
 from tests.helpers.networks.models import make_loader, make_module, make_trainer
 from tests.helpers.processes.workers import CONTEXT
@@ -33,6 +35,11 @@ def save(form: str, folder: Path, value: float) -> None:
         save_sharded(checkpoint, folder / NAME, None)
 
 
+def without_exchange() -> None:
+    """Makes this process's file systems as those that cannot exchange names."""
+    directory.exchange = lambda *_: False  # type: ignore[assignment]
+
+
 def die_at(folder: Path, is_time: Callable[[str, tuple[Any, ...]], bool]) -> None:
     """Kills this process before it does something with the files of a folder."""
 
@@ -44,8 +51,10 @@ def die_at(folder: Path, is_time: Callable[[str, tuple[Any, ...]], bool]) -> Non
     sys.addaudithook(watch)
 
 
-def save_and_die(form: str, folder: Path, point: int) -> None:
+def save_and_die(form: str, folder: Path, exchanges: bool, point: int) -> None:
     numbers = count()
+    if not exchanges:
+        without_exchange()
     die_at(folder, lambda *_: next(numbers) == point)
     save(form, folder, 2.0)
 
@@ -64,14 +73,20 @@ def exit_code_of(case: Callable[..., None], *arguments: Any) -> int:
     return process.exitcode
 
 
+@pytest.mark.some("directory-exchange", "file-no exchange")
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "no exchange"])
 @pytest.mark.parametrize("form", ["directory", "file"])
-def test_a_whole_checkpoint_survives_at_every_point(tmp_path: Path, form: str) -> None:
+def test_a_whole_checkpoint_survives_at_every_point(
+    tmp_path: Path, form: str, exchanges: bool
+) -> None:
     found = []
+    keeps_name = form == "file" or (exchanges and sys.platform == "linux")
     for point in count():
         folder = tmp_path / str(point)
         folder.mkdir()
         save(form, folder, 1.0)
-        code = exit_code_of(save_and_die, form, folder, point)
+        code = exit_code_of(save_and_die, form, folder, exchanges, point)
+        assert (folder / NAME).exists() or not keeps_name
         loaded = load_full(folder / NAME)
         found.append(loaded["value"])
         assert torch.equal(loaded["state_dict"]["a"], torch.full((2,), loaded["value"]))
@@ -108,6 +123,7 @@ def test_no_half_of_a_checkpoint_survives_its_removal(tmp_path: Path, form: str)
 def train(folder: Path, epochs: int, death: str | None = None) -> int:
     """Trains from the last checkpoint, if there shall be one; gives its first epoch."""
     if death is not None:
+        without_exchange()
         die_at(folder, lambda event, names: event == death and names[0].endswith(".saving"))
     module = make_module(depth=1)
     begun: list[int] = []
@@ -136,6 +152,18 @@ def test_the_last_checkpoint_is_found_between_two_renames(
     assert [p.name for p in tmp_path.iterdir()] == [NAME]
 
 
+def test_file_systems_of_this_machine_exchange_names(tmp_path: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("renameat2 is Linux's")
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.write_text("file")
+    assert directory.exchange(one, other)
+    assert one.read_text() == "file"
+    assert other.is_dir()
+    assert not directory.exchange(one, tmp_path / "missing")
+
+
 def test_a_directory_takes_the_place_of_a_link(tmp_path: Path) -> None:
     save("directory", tmp_path, 1.0)
     (tmp_path / NAME).rename(tmp_path / "best.ckpt")
@@ -146,7 +174,11 @@ def test_a_directory_takes_the_place_of_a_link(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {NAME, "best.ckpt"}
 
 
-def test_a_form_takes_the_place_of_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchange", [partial(lambda *_: False), directory.exchange])
+def test_a_form_takes_the_place_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: Callable[..., bool]
+) -> None:
+    monkeypatch.setattr(directory, "exchange", exchange)
     for form, value in (("file", 1.0), ("directory", 2.0), ("file", 3.0)):
         save(form, tmp_path, value)
         assert load_full(tmp_path / NAME)["value"] == value
