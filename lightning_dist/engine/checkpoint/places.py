@@ -61,8 +61,9 @@ class Draft:
         return bool(self._files.exists(f"{self._root}/{name}"))
 
     def unmark(self, name: str) -> None:
-        """Removes a file of the folder."""
-        self._files.rm_file(f"{self._root}/{name}")
+        """Removes a file of the folder, if there is one; only one rank would see an error."""
+        with suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._root}/{name}")
 
     def discard(self) -> None:
         """Removes the folder, if there is one, without an error."""

@@ -15,7 +15,7 @@ from lightning_dist import PipelineStrategy
 from lightning_dist.__main__ import main
 from lightning_dist.engine.checkpoint import places
 from lightning_dist.engine.checkpoint.files import is_sharded, load_full, save_full, save_sharded
-from lightning_dist.engine.checkpoint.places import MARKER, UrlPlace
+from lightning_dist.engine.checkpoint.places import MARKER, UrlPlace, place_of
 from lightning_dist.strategies.base.saving.checkpointing import WholeFileIO
 from tests.helpers.networks.models import make_module, make_trainer
 from tests.helpers.object_store import ObjectStore
@@ -55,6 +55,15 @@ def test_a_save_reads_back_and_replaces_the_one_before(store: Any) -> None:
         for name, tensor in checkpoint(value)["state_dict"].items():
             assert torch.equal(loaded["state_dict"][name], tensor)
         assert names(store) == ["README.txt", MARKER, "shards"]
+
+
+@pytest.mark.parametrize("is_url", [True, False])
+def test_a_mark_that_another_run_has_removed_is_no_error(tmp_path: Path, is_url: bool) -> None:
+    draft = place_of(URL if is_url else tmp_path / "last.ckpt").draft("own")
+    draft.make_marked("mark")
+    for _ in range(2):
+        draft.unmark("mark")
+        assert not draft.has("mark")
 
 
 def test_nothing_is_renamed_but_torchs_index(tmp_path: Path) -> None:
