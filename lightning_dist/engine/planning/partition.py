@@ -11,7 +11,7 @@ best ``i`` is where the two cross. They are a stack that grows with ``j``.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -95,11 +95,14 @@ def partition_layers(
     if boundary_bytes is not None and bandwidth_bytes_per_second is not None:
         links[1:] = [2 * size / bandwidth_bytes_per_second for size in boundary_bytes]
     first = _first_layers(memory, num_layers, num_stages)
+    reach = 0  # layers that the stages so far can hold at most
+    for own in first:
+        reach = bisect_right(own, reach) - 1
     # best[j]: the bottleneck of the first j layers on the stages so far.
     best = [0.0] + [_INFINITY] * num_layers
     cuts: list[list[int]] = []
-    for stage in range(num_stages):
-        best, cut = _add_stage(best, sums, links, first[stage])
+    for own in first if reach == num_layers else ():
+        best, cut = _add_stage(best, sums, links, own)
         cuts.append(cut)
     if best[num_layers] == _INFINITY:
         assert memory is not None

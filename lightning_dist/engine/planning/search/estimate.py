@@ -11,6 +11,7 @@ the processors, whatever the schedule: where ranks share a core, one fills anoth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
@@ -126,7 +127,7 @@ class Estimator:
         Where ranks have several stages no other partition is tried.
         """
         layout = self.with_partition(layout)
-        if self.memory(layout).peak <= self.machine.memory_bytes:
+        if self._fits(layout):
             return layout
         if layout.mesh.pp == 1 or layout.stages_per_rank > 1:
             return None
@@ -134,7 +135,10 @@ class Estimator:
             other = replace(layout, partition=self._fitting_partition(layout))
         except ValueError:
             return None
-        return other if self.memory(other).peak <= self.machine.memory_bytes else None
+        return other if self._fits(other) else None
+
+    def _fits(self, layout: Layout) -> bool:
+        return all(held.peak <= self.machine.memory_bytes for held in self._memories(layout))
 
     def _fitting_partition(self, layout: Layout) -> tuple[int, ...]:
         batch = self.batch(layout)
@@ -228,20 +232,23 @@ class Estimator:
 
     def memory(self, layout: Layout) -> RankMemory:
         """Returns the memory of the fullest rank, of a layout with a partition."""
+        return max(self._memories(layout), key=lambda memory: memory.peak)
+
+    def _memories(self, layout: Layout) -> Iterator[RankMemory]:
+        """Yields the memory of each stage's rank; the first ones are often the fullest."""
         batch, again = self.batch(layout), self._sums(*_key(layout)).recomputed_bytes
         kept, needs = batch.held_by_stages(layout.partition)
         if layout.mesh.pp == 1:
             sizes = [layer.parameter_bytes for layer in batch.step.layers]
-            return memory_of_rank(self.costs, layout, sizes, kept[0] + again, needs[0])
-        found = []
+            yield memory_of_rank(self.costs, layout, sizes, kept[0] + again, needs[0])
+            return
         parts, boundary = self._parts(layout), self._boundary_bytes(layout)
         of_ranks = zip(parts, self._flights(*_shape(layout)), strict=True)
         for rank, (part, flights) in enumerate(of_ranks):
             most = max(sum(n * kept[s] for s, n in counts) for counts in flights)
             need = max(needs[stage] for counts in flights for stage, _ in counts)
             sent = bytes_between_stages(layout, rank, boundary)
-            found.append(memory_of_rank(self.costs, layout, part.sizes, most + again, need, sent))
-        return max(found, key=lambda memory: memory.peak)
+            yield memory_of_rank(self.costs, layout, part.sizes, most + again, need, sent)
 
     def _update(self, layout: Layout, parameters: int) -> float:
         whole, mesh = self.costs.parameter_bytes, layout.mesh
