@@ -130,7 +130,7 @@ class Stashed(WeightPolicy):
             were that many since the last :meth:`restart`.
         recomputes: Whether a backward runs the layers again on the newest version, so that none is
             kept. It only serves to study what stashing buys (PipeDream, section 3.3).
-        remembers: Whether the weights of a forward are copied then, for comparisons.
+        remembers: Whether the trained weights of a forward are copied then, for comparisons.
     """
 
     def __init__(
@@ -164,8 +164,10 @@ class Stashed(WeightPolicy):
     def acquire(self) -> WeightVersion:
         if self.recomputes:
             aliases = self._aliases()
-            copied = aliases if self._remembers else {}
-            copies = {name: alias.detach().clone() for name, alias in copied.items()}
+            copies = {
+                name: alias.detach().clone() if alias.requires_grad else alias
+                for name, alias in (aliases.items() if self._remembers else ())
+            }
             return WeightVersion(self.num_steps, aliases, copies=copies)
         version = self._aging[0] if self._aging else self._newest()
         version.num_users += 1

@@ -110,6 +110,16 @@ def test_a_version_in_use_outlives_its_age() -> None:
     assert num_live_versions(store) == 1
 
 
+def test_trained_weights_alone_are_copied_to_be_remembered() -> None:
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    store = Stashed(module.named_parameters(), recomputes=True, remembers=True)
+    before, seen = module.weight.detach().clone(), store.acquire().seen
+    assert seen["bias"].data_ptr() == module.bias.data_ptr()
+    module.weight.data.add_(1.0)
+    assert torch.equal(seen["weight"], before)
+
+
 def test_released_memory_is_free() -> None:
     store = store_of(nn.Linear(2, 2))
     version = store.acquire()
