@@ -80,7 +80,8 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     if not len(costs.forward_seconds) == len(costs.backward_seconds) == schedule.num_stages:
         raise ValueError(
             f"The costs are of {len(costs.forward_seconds)} forwards and"
-            f" {len(costs.backward_seconds)} backwards, but of {schedule.num_stages} stages."
+            f" {len(costs.backward_seconds)} backwards, but the schedule has"
+            f" {schedule.num_stages} stages."
         )
     end: dict[Action, float] = {}
     free = [0.0] * len(schedule.ranks)
