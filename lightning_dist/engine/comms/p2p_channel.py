@@ -191,11 +191,18 @@ def _begin(
 def _changed_schema(before: object, now: object) -> ValueError:
     return ValueError(
         "A stage has sent two micro-batches whose inputs have the same shapes, but whose"
-        f" activations or gradients differ: {before} before, {now} now. The"
+        f" activations or gradients differ: {_describe(before)} before, {_describe(now)} now. The"
         " next stage has to know shapes before a tensor comes. Let shapes depend on the batch's"
         " shapes only, and each loss on the model's outputs (`output.sum() * 0.0` in place of a"
         " constant), or pass transport='gloo', which sends the shapes along."
     )
+
+
+def _describe(schema: Any) -> str:
+    skeleton, infos = schema
+    told = (f"{i.shape} {i.dtype}{' with grad' if i.requires_grad else ''}" for i in infos)
+    tensors = ", ".join(told) or "no tensors"
+    return f"{tensors} in {skeleton!r}"
 
 
 GroupKey = tuple[int, int]
