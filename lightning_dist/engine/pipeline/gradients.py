@@ -168,7 +168,7 @@ class HeldGradients:
             dtype = self._dtype or gradient.dtype
             # The gradient is a new sum already where one of both is sparse, the other is not.
             if name in held and earlier is None:
-                held[name].add_(gradient)
+                held[name] = _add(gradient, held[name])
             elif is_shared or not _is_laid_out_as(parameter, gradient):
                 held[name] = torch.empty_like(parameter, dtype=dtype).copy_(gradient).detach()
             else:
@@ -190,6 +190,12 @@ def _in_leaves(
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
+
+
+def _add(gradient: Tensor, total: Tensor) -> Tensor:
+    if total.is_sparse and not gradient.is_sparse:  # torch adds in the other order only
+        return gradient.to(total.dtype).add(total)
+    return total.add_(gradient)
 
 
 def _is_laid_out_as(parameter: Tensor, gradient: Tensor) -> bool:
@@ -227,7 +233,7 @@ class EarlierGradients:
         """Adds the new, complete gradients to it, into the earlier tensors, as autograd does."""
         for parameter, earlier in self._earlier.items():
             new = parameter.grad
-            parameter.grad = earlier if new is None else earlier.add_(new)
+            parameter.grad = earlier if new is None else _add(new, earlier)
         self._earlier, self._incomplete = {}, set()
 
 

@@ -16,7 +16,8 @@ from lightning_dist.engine.pipeline.split_backward import SplitBackward
 from lightning_dist.engine.stashing.versions import SwappedWeights, WeightVersion
 
 
-def test_a_sparse_gradient_and_a_dense_one() -> None:
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_sparse_gradient_and_a_dense_one(dtype: torch.dtype | None) -> None:
     weight = nn.Parameter(torch.arange(12.0).view(4, 3))
     tokens = torch.tensor([1, 3, 1])
     losses = [
@@ -24,7 +25,7 @@ def test_a_sparse_gradient_and_a_dense_one() -> None:
         weight.sin().sum(),
         F.embedding(tokens, weight, sparse=True).sum(),
     ]
-    gradients = HeldGradients()
+    gradients = HeldGradients(dtype)
     for loss in losses:
         assert gradients.run([loss], [torch.ones(())], [], {"weight": weight}, 0) == []
     assert weight.grad is None
