@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 import yaml
 
-from lightning_dist.engine.common.names import check_count, check_positive
+from lightning_dist.engine.common.names import check_choice, check_count, check_positive
 from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.search.machine import DEVICES, Machine, link_of
 from lightning_dist.engine.planning.search.plan import Price, Ranking
@@ -93,8 +93,7 @@ def plan(
     check_count("world_size", world_size)
     check_count("num_hosts", num_hosts)
     check_count("states_per_parameter", states_per_parameter, at_least=0)
-    if device is not None and device not in DEVICES:
-        raise ValueError(f"device={device!r} is unknown; use one of {list(DEVICES)}, or None.")
+    check_choice("device", device, (*DEVICES, None))
     if not 0 < efficiency <= 1:
         raise ValueError(f"efficiency={efficiency} must be above 0 and at most 1.")
     here = module.device

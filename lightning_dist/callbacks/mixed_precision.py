@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_dist.engine.common.gather import gather_objects
-from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.common.names import check_choice, check_count
 from lightning_dist.engine.precision.gradient_range import Ranges, merge
 from lightning_dist.engine.precision.loss_scale import LossScale
 from lightning_dist.engine.precision.policy import HalfPrecision
@@ -62,8 +62,7 @@ class MixedPrecision(pl.Callback):
         growth_interval: int = 2000,
         log_layers_every_n_steps: int | None = None,
     ) -> None:
-        if compute not in get_args(Compute):
-            raise ValueError(f"compute={compute!r} is unknown; use one of {get_args(Compute)}.")
+        check_choice("compute", compute, get_args(Compute))
         if not _are_parts_of_names(keep_fp32):
             raise ValueError(
                 f"keep_fp32={keep_fp32!r} must be a list of parts of names, none of them empty,"

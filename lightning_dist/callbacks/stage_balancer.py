@@ -26,6 +26,7 @@ from lightning_dist.callbacks import output
 from lightning_dist.callbacks.output import Media
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
 from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.names import check_choice
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.balance import Balance, find_balance, memory_limit, step_seconds
@@ -91,8 +92,7 @@ class StageBalancer(pl.Callback):
                 f"{every_n_steps}, warmup_steps={warmup_steps} not negative and min_gain={min_gain}"
                 " in [0, 1)."
             )
-        if action not in ("report", "rebalance"):
-            raise ValueError(f"action={action!r} is unknown; use 'report' or 'rebalance'.")
+        check_choice("action", action, ("report", "rebalance"))
         if memory_cap_bytes is not None and not memory_cap_bytes > 0:
             raise ValueError(f"memory_cap_bytes={memory_cap_bytes} must be above zero, or None.")
         self._every_n_steps = every_n_steps

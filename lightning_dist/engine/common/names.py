@@ -36,6 +36,16 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a number above 0.")
 
 
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """Checks that an argument is one of some values.
+
+    Raises:
+        ValueError: The value is none of them.
+    """
+    if value not in (known := tuple(choices)):
+        raise ValueError(f"{name}={value!r} is unknown; use one of {known}.")
+
+
 def fits(name: str, pattern: str) -> bool:
     """Returns whether a dotted name matches a dotted pattern, by part as for :mod:`fnmatch`."""
     parts, patterns = name.split("."), pattern.split(".")

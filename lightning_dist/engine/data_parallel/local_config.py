@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.common.names import check_choice, check_count
 
 Wire = Literal["fp32", "bf16"]
 
@@ -90,8 +90,7 @@ class LocalConfig:
             )
         if not 0.0 <= self.alpha < 1.0:
             raise ValueError(f"alpha={self.alpha} must be from 0 to below 1.")
-        if self.wire not in ("fp32", "bf16"):
-            raise ValueError(f"wire={self.wire!r} is unknown; use 'fp32' or 'bf16'.")
+        check_choice("wire", self.wire, ("fp32", "bf16"))
         if self.streams and self.outer is None:
             raise ValueError(
                 f"fragments={self.fragments}, delay={self.delay}, alpha={self.alpha} and"

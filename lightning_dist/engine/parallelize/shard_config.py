@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import torch
 
-from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.common.names import check_choice, check_count
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap import WrapPolicy, parse_policy
@@ -52,15 +52,15 @@ class ShardConfig:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        _check_one_of("offload", self.offload, get_args(Offload))
-        _check_one_of("reduce_dtype", self.reduce_dtype, get_args(ReduceDtype))
+        check_choice("offload", self.offload, get_args(Offload))
+        check_choice("reduce_dtype", self.reduce_dtype, get_args(ReduceDtype))
         ranks = self.reshard_after_forward
         if ranks != "auto" and not isinstance(ranks, bool):
             others = "'auto', True, False"
             check_count("reshard_after_forward", ranks, at_least=2, instead=others)
         again = self.activation_checkpointing
         if isinstance(again, str) or not isinstance(again, Sequence):
-            _check_one_of("activation_checkpointing", again, get_args(ActivationCheckpointing))
+            check_choice("activation_checkpointing", again, get_args(ActivationCheckpointing))
         if self.compile and again == "selective":
             raise ValueError(
                 "activation_checkpointing='selective' looks at each operation, and with"
@@ -97,8 +97,3 @@ class ShardConfig:
             compression="none" if param_dtype is None else _COMPRESSION[self.reduce_dtype],
             find_unused_parameters=self.find_unused_parameters or is_manual,
         )
-
-
-def _check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {known}.")

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the base of all of them has
 from torch.optim import Optimizer
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.common.names import check_choice, check_count
 from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
 from lightning_dist.engine.schedules.update_rule import UpdateRule, WeightVersions
@@ -79,11 +79,7 @@ class PipelineConfig:
             if not isinstance(value, str):
                 raise ValueError(f"{name}={value!r} must be a string, like {example!r}.")
         rule = self.schedules.update_rule
-        if self.weight_versions not in ("stash", "vertical_sync", "none"):
-            raise ValueError(
-                f"weight_versions={self.weight_versions!r} is unknown; use 'stash',"
-                " 'vertical_sync' or 'none'."
-            )
+        check_choice("weight_versions", self.weight_versions, get_args(WeightVersions))
         if self.weight_versions != "stash" and rule.is_asynchronous and rule.is_joint:
             raise ValueError(
                 f"weight_versions={self.weight_versions!r} does not go with schedule="
@@ -101,10 +97,7 @@ class PipelineConfig:
                 " at 'auto' and use smaller batches, or use schedule='1f1b'."
             )
         self._check_correction(rule)
-        if self.transport not in get_args(Transport):
-            raise ValueError(
-                f"transport={self.transport!r} is unknown; use 'auto', 'gloo' or 'p2p'."
-            )
+        check_choice("transport", self.transport, get_args(Transport))
         is_name = isinstance(self.partition, str)
         is_rule = is_name and self.partition in ("parameters", "uniform", "profile")
         if not is_rule and not _are_counts(self.partition):
@@ -115,11 +108,9 @@ class PipelineConfig:
 
     def _check_correction(self, rule: UpdateRule) -> None:
         check_count("correction_steps", self.correction_steps)
-        if self.staleness_correction not in ("none", "lr", "predict"):
-            raise ValueError(
-                f"staleness_correction={self.staleness_correction!r} is unknown; use 'none', 'lr'"
-                " or 'predict'."
-            )
+        check_choice(
+            "staleness_correction", self.staleness_correction, get_args(StalenessCorrection)
+        )
         if self.staleness_correction != "none" and not rule.is_asynchronous:
             raise ValueError(
                 f"staleness_correction={self.staleness_correction!r} does not go with schedule="

@@ -33,7 +33,7 @@ from lightning_dist.engine.common.environment import (
 )
 from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
-from lightning_dist.engine.common.names import nearest
+from lightning_dist.engine.common.names import check_choice, nearest
 from lightning_dist.engine.comms.failures.parent_watch import ending_with_launcher
 from lightning_dist.engine.comms.failures.peer_failure import Failure
 from lightning_dist.engine.comms.replica_channel import open_channel
@@ -115,12 +115,8 @@ class DistributedStrategy(ProcessMesh):
                 known = [*inspect.signature(kind).parameters, *RunArguments.__annotations__]
                 raise TypeError(f"{kind.__name__} has no argument {name!r}.{nearest(name, known)}")
         super().__init__(**arguments)
-        for name, value, choices in (
-            ("read", read, get_args(Read)),
-            ("check_environment", check_environment, get_args(EnvironmentCheck)),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name}={value!r} must be one of {choices}.")
+        check_choice("read", read, get_args(Read))
+        check_choice("check_environment", check_environment, get_args(EnvironmentCheck))
         self._read = read
         self._environment_check = check_environment
         self._loaders: ReplicaLoaders | None = None

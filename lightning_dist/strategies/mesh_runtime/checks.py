@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_dist.engine.common.gather import gather_objects
-from lightning_dist.engine.common.names import check_count, check_positive
+from lightning_dist.engine.common.names import check_choice, check_count, check_positive
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
@@ -43,8 +43,7 @@ def keeps_parameters(
     Raises:
         ValueError: There is no such ``shard``, or another argument asks for something else.
     """
-    if shard not in get_args(Sharded):
-        raise ValueError(f"shard={shard!r} is unknown; use one of {get_args(Sharded)}.")
+    check_choice("shard", shard, get_args(Sharded))
     if shard == "parameters":
         return False
     if reshard_after_forward != "auto" or sync_every_microstep:
@@ -220,10 +219,7 @@ def check_anomaly(is_asked: bool, tp_size: int) -> None:
 def check_exchange(exchange: GradientExchange, local: LocalConfig) -> None:
     """Checks how gradients are averaged, if they are."""
     compression = exchange.compression
-    if compression not in get_args(Compression):
-        raise ValueError(
-            f"compression={compression!r} is unknown; use one of {get_args(Compression)}."
-        )
+    check_choice("compression", compression, get_args(Compression))
     check_positive("topk_fraction", exchange.topk_fraction)
     if exchange.topk_fraction > 1:
         raise ValueError(

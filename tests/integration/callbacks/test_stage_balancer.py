@@ -209,7 +209,7 @@ def test_bad_arguments_and_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="measured_steps=9 must be between 1 and every_n_steps=4"):
         StageBalancer(every_n_steps=4, measured_steps=9)
-    with pytest.raises(ValueError, match="action='move' is unknown; use 'report' or 'rebalance'"):
+    with pytest.raises(ValueError, match="action='move' is unknown; use one of .*'rebalance'"):
         StageBalancer(action="move")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="memory_cap_bytes=-1 must be above zero"):
         StageBalancer(memory_cap_bytes=-1)

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_dist.engine.common.names import check_count, check_positive
+from lightning_dist.engine.common.names import check_choice, check_count, check_positive
 
 ServerMode = Literal["sync", "async", "bounded"]
 Compensation = Literal["none", "dc-asgd"]
@@ -33,10 +33,8 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        for name, known in (("mode", ServerMode), ("compensation", Compensation)):
-            if getattr(self, name) not in get_args(known):
-                given = f"{name}={getattr(self, name)!r}"
-                raise ValueError(f"{given} is unknown; use one of {get_args(known)}.")
+        check_choice("mode", self.mode, get_args(ServerMode))
+        check_choice("compensation", self.compensation, get_args(Compensation))
         check_count("num_servers", self.num_servers)
         if (self.mode == "bounded") != (self.max_staleness is not None):
             raise ValueError(
