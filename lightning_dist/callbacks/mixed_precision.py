@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.common.names import check_choice, check_count
 from lightning_dist.engine.precision.gradient_range import Ranges, merge
 from lightning_dist.engine.precision.loss_scale import LossScale

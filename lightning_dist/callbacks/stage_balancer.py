@@ -25,7 +25,7 @@ from typing_extensions import override
 from lightning_dist.callbacks import output
 from lightning_dist.callbacks.output import Media
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.common.names import check_choice
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.pipeline import Pipeline

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_dist.callbacks.output import publish
 from lightning_dist.callbacks.rank_watch import RankWatch
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
 from lightning_dist.engine.profiling.meters.torch_trace import trace_for_perfetto
 from lightning_dist.engine.profiling.record import ClockOffset, PhaseKind, RankRecord

@@ -19,7 +19,7 @@ from lightning.fabric.utilities import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.comms.group_pool import pool_of_world

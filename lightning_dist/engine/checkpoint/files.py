@@ -37,7 +37,7 @@ from lightning_dist.engine.checkpoint import directory, tied_names
 from lightning_dist.engine.checkpoint.joint_save import JointSave
 from lightning_dist.engine.checkpoint.optimizer_state import join_entries, split_entries, to_numbers
 from lightning_dist.engine.checkpoint.places import MARKER, is_local, place_of
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.tensors.dtensor import storable
 
 _README = """\

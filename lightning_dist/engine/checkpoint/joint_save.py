@@ -25,7 +25,7 @@ from lightning_dist.engine.checkpoint.directory import (
     resolve,
 )
 from lightning_dist.engine.checkpoint.places import Draft, Place
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.common.names import shorten
 
 _SEEN_SECONDS = 5.0  # how long a network file system may take to show a new file elsewhere

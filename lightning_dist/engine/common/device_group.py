@@ -70,6 +70,13 @@ def reduce_tensor(
     return value
 
 
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns the values of all ranks of a gloo group, in their order. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
 def gather_tensor(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool) -> Tensor:
     """Stacks tensors of the same shape on each rank of a group, along a new dim 0. Collective.
 

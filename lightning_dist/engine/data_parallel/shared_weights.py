@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 
 _ALIGNMENT = 64
 _MEMORY = "/dev/shm"  # noqa: S108  (a file system in memory, on Linux)

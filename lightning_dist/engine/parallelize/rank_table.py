@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.common.mesh_shape import AXES, MeshShape
 from lightning_dist.engine.common.table import draw_table
 from lightning_dist.engine.tensors.dtensor import local_part

@@ -26,12 +26,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.common.environment import (
     EnvironmentCheck,
     compare_environments,
     read_environment,
 )
-from lightning_dist.engine.common.gather import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.common.names import check_choice, nearest
 from lightning_dist.engine.comms.failures.parent_watch import ending_with_launcher

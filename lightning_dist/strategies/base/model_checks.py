@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.optim import LBFGS, Adafactor, Adagrad, Muon, Optimizer, Rprop
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
 from lightning_dist.engine.stashing.learning_rates import group_values
 from lightning_dist.engine.tensors.dtensor import is_dtensor, is_overcut, local_part

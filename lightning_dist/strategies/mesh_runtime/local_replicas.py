@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig

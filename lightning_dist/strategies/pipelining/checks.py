@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.splitting.config import PipelineConfig, find_batch_statistics
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.model_checks import check_callbacks, check_finetuning

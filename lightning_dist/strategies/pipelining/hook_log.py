@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.strategies.base.callback_order import add_first_callback, is_overridden_by_user

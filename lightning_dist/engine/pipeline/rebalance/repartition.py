@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.planning.partition import Move
 from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_ties
 from lightning_dist.engine.splitting.layers import Layers

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.comms.votes import JointDecision, Posted
 from lightning_dist.engine.tensors.patch import Undo, replace_method
 from lightning_dist.strategies.base import lightning_internals

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.comms.store_notes import RankNotes
 from lightning_dist.engine.tensors.patch import Undo, replace_method
 from lightning_dist.strategies.base.callback_order import add_first_callback

@@ -23,7 +23,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_dist.engine.common.gather import gather_objects
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.comms.replica_channel import Event, Reading, ReplicaChannel
 from lightning_dist.strategies.base.lightning_loaders import LoaderProxy, is_iterated_by_loop
 
