@@ -18,8 +18,9 @@ import torch
 import yaml
 
 from lightning_dist.engine.common.names import check_choice, check_count, check_positive
+from lightning_dist.engine.planning.devices import DEVICES, PCIE, find_device
 from lightning_dist.engine.planning.links import Link, LinksByKind
-from lightning_dist.engine.planning.search.machine import DEVICES, Machine, link_of
+from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.plan import Price, Ranking
 from lightning_dist.engine.planning.search.search import Request, search
 from lightning_dist.engine.sharding.deferred_init.api import deferred_init
@@ -67,7 +68,7 @@ def plan(
             host's, divided by the ranks of a host.
         global_batch: Samples of an update.
         batch_size: Samples of a loader's batch, in place of ``global_batch``.
-        device: Name of a device of :data:`.machine.DEVICES`, for which operations are counted;
+        device: Name of a device of :data:`.devices.DEVICES`, for which operations are counted;
             None measures time on the module's device, to which the batch is moved.
         efficiency: Share of the device's speed that the model reaches. Only with ``device``.
         within: Link between ranks of a host; None takes the device's, or 2 GB/s for a CPU.
@@ -123,7 +124,7 @@ def plan(
         own, place, speed = module.to(here), here, None
     else:
         own, place = skeleton_of(module), torch.device("meta")
-        speed = efficiency * sheet.flops_per_second
+        speed = efficiency * sheet.half_flops
         with deferred_init(only_shapes=True):
             own.configure_model()
     batch = map_tensors(lambda tensor: tensor.to(place), batch)
@@ -137,7 +138,10 @@ def plan(
 
 
 def _link_at(device: torch.device) -> Link:
-    return link_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else _GLOO
+    if device.type != "cuda":
+        return _GLOO
+    sheet = find_device(torch.cuda.get_device_name(device))
+    return PCIE if sheet is None else sheet.link
 
 
 # --- the command ---------------------------------------------------------------------------------

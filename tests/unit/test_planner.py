@@ -11,8 +11,8 @@ import lightning_dist
 from lightning_dist import AutoStrategy, MeshStrategy
 from lightning_dist.__main__ import main
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.planning.devices import DEVICES, find_device
 from lightning_dist.engine.planning.search.layout import Layout
-from lightning_dist.engine.planning.search.machine import DEVICES, link_of
 from lightning_dist.strategies.mesh import arguments_of
 from recipes.gpt import GPT
 
@@ -73,14 +73,15 @@ def test_the_command_measures_on_a_gpu_if_there_is_one(
     ("name", "device"),
     [
         ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 PCIe", "h100pcie"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA Unknown", "l4"),  # PCIe
+        ("NVIDIA T400", None),
     ],
 )
-def test_a_gpu_that_is_measured_has_its_links(name: str, device: str) -> None:
-    assert link_of(name) == DEVICES[device].link
+def test_a_gpu_that_is_measured_is_found_by_its_name(name: str, device: str | None) -> None:
+    assert find_device(name) is (None if device is None else DEVICES[device])
 
 
 def test_arguments_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

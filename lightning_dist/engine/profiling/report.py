@@ -1,20 +1,19 @@
 """The joined measurements of all ranks: the results, and the numbers for loggers.
 
-The devices' peaks are those of dense matrix products, from NVIDIA's data sheets. MFU (Chowdhery et
-al., 2022, appendix B) is a run's share of the peak. A device that is not listed has no MFU, and a
-CPU never has one.
+MFU (Chowdhery et al., 2022, appendix B) is a run's share of the devices' peaks of dense matrix
+products. A device that is not listed has no MFU, and a CPU never has one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median_low
-from types import MappingProxyType
 from typing import NamedTuple
 
+from lightning_dist.engine.planning.devices import find_peak_flops
 from lightning_dist.engine.planning.layer_costs import LayerCosts
 from lightning_dist.engine.planning.traffic import MessageKind
 from lightning_dist.engine.profiling.account import Account, Use, account_for
@@ -25,40 +24,6 @@ from lightning_dist.engine.profiling.bubble import (
 )
 from lightning_dist.engine.profiling.record import ClockOffset, RankPlace, RankRecord
 from lightning_dist.engine.schedules.timeline import Timeline
-
-_TERA = 1e12
-_PEAKS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        # TFLOPS in fp32, and in 16 bits on tensor cores. A name that contains another one is first.
-        "H200": (66.9, 989.4),
-        "H100 PCIe": (51.2, 756.0),
-        "H100": (66.9, 989.4),
-        "A100": (19.5, 312.0),
-        "A30": (10.3, 165.0),
-        "V100": (15.7, 125.0),
-        "L40S": (91.6, 362.0),
-        "L4": (30.3, 121.0),
-        "T4": (8.1, 65.0),
-    }
-)
-
-
-def find_peak_flops(device_name: str, precision: str) -> float | None:
-    """Returns the peak of a device.
-
-    Args:
-        device_name: Name from ``torch.cuda.get_device_name``; ``"cpu"`` has no peak.
-        precision: The Trainer's precision, such as ``"bf16-mixed"`` or ``"32-true"``.
-
-    Returns:
-        FLOPs per second; None if the device or the precision is not listed.
-    """
-    words = device_name.replace("-", " ").split()
-    for name, (full, half) in _PEAKS.items():
-        if all(word in words for word in name.split()):
-            return None if "64" in precision else (half if "16" in precision else full) * _TERA
-    return None
-
 
 _STRAGGLES = 1.15
 """A straggler takes at least this many times as long as ranks with the same work, ..."""

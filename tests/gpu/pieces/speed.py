@@ -33,7 +33,7 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.callbacks import MixedPrecision
-from lightning_dist.engine.profiling.report import find_peak_flops
+from lightning_dist.engine.planning.devices import find_peak_flops
 from recipes.gpt import build_gpt
 from tests.benchmarks import contestants as c
 from tests.benchmarks.data_parallel import shard_blocks

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from lightning_dist.engine.common.mesh_shape import AXES, MeshShape
 from lightning_dist.engine.common.names import check_count
@@ -13,48 +11,6 @@ from lightning_dist.engine.planning.traffic import MessageKind
 
 NO_LINK = LinksByKind(Link(0.0, float("inf")))
 """The link of a rank to itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """The data sheet of a device.
-
-    Attributes:
-        flops_per_second: Dense matrix products in bf16, at most.
-        memory_bytes: Bytes of memory.
-        link: Link to the other devices of a host.
-    """
-
-    flops_per_second: float
-    memory_bytes: float
-    link: Link
-
-
-_PCIE, _LATENCY = Link(10e-6, 25e9), 10e-6
-DEVICES: Mapping[str, Device] = MappingProxyType(
-    {
-        "v100": Device(125e12, 32e9, Link(_LATENCY, 150e9)),
-        "a100": Device(312e12, 80e9, Link(_LATENCY, 300e9)),
-        "h100": Device(989e12, 80e9, Link(_LATENCY, 450e9)),
-        "h200": Device(989e12, 141e9, Link(_LATENCY, 450e9)),
-        "b200": Device(2250e12, 180e9, Link(_LATENCY, 900e9)),
-        "l4": Device(121e12, 24e9, _PCIE),
-        "l40s": Device(362e12, 48e9, _PCIE),
-        "rtx4090": Device(165e12, 24e9, _PCIE),
-    }
-)
-"""Devices by name, from their makers' data sheets."""
-
-
-def link_of(device_name: str) -> Link:
-    """Returns the link between devices of a host; of one that is not listed, PCIe.
-
-    Args:
-        device_name: Name from ``torch.cuda.get_device_name``.
-    """
-    joined = device_name.lower().replace(" ", "")
-    known = [name for name in DEVICES if name in joined]
-    return DEVICES[max(known, key=len)].link if known else _PCIE
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_dist.engine.planning.devices import find_peak_flops
 from lightning_dist.engine.profiling.exposure import length, outside, union
 from lightning_dist.engine.profiling.meters.clock_sync import Ping, estimate_offset
-from lightning_dist.engine.profiling.report import find_peak_flops
 from lightning_dist.engine.profiling.step_plan import Role, StepPlan
 
 
