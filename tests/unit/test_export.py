@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.__main__ import main
-from lightning_dist.engine.checkpoint import tied_names
+from lightning_dist.engine.checkpoint import saved_names
 from lightning_dist.engine.checkpoint.files import save_full, save_sharded
 from recipes.gpt import GPT
 
@@ -56,7 +56,7 @@ def write(module: L.LightningModule, path: Path | str, layout: str) -> Path | st
     if layout == "file":
         save_full(checkpoint, path)
     else:
-        folded = tied_names.fold(checkpoint, ["state_dict"], tied_names.first_names(module))
+        folded = saved_names.fold(checkpoint, ["state_dict"], saved_names.first_names(module))
         save_sharded(folded, path, None)
     return path
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from fsspec.core import url_to_fs
 from torch import Tensor
 
-from lightning_dist.engine.checkpoint import directory, tied_names
+from lightning_dist.engine.checkpoint import directory, saved_names
 from lightning_dist.engine.checkpoint.joint_save import JointSave
 from lightning_dist.engine.checkpoint.optimizer_state import join_entries, split_entries, to_numbers
 from lightning_dist.engine.checkpoint.places import MARKER, is_local, place_of
@@ -129,7 +129,7 @@ def load_sharded(
     from lightning_dist.engine.checkpoint.shards import empty_like, read_shards  # late, as there
 
     checkpoint, folder = place_of(path).load_marker(weights_only)
-    others = tied_names.with_other_names(checkpoint)
+    others = saved_names.with_other_names(checkpoint)
     num_optimizers = len(checkpoint.get("optimizer_states", []))
     by_name = parameters or {}
 
@@ -159,7 +159,7 @@ def load_sharded(
             state["state"] = {
                 n: join_entries(entries, rest.get(n, {})) for n, entries in own.items()
             }
-    tied_names.unfold(checkpoint, SECTIONS)
+    saved_names.unfold(checkpoint, SECTIONS)
     return checkpoint
 
 
@@ -249,7 +249,7 @@ def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged = _merge(parts)
     for key in OPTIMIZERS.keys() & merged.keys():
         merged[key] = [to_numbers(state) for state in merged[key]]
-    tied_names.unfold(merged, SECTIONS)
+    saved_names.unfold(merged, SECTIONS)
     return merged
 
 

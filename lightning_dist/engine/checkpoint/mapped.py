@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_dist.engine.checkpoint import directory, tied_names
+from lightning_dist.engine.checkpoint import directory, saved_names
 from lightning_dist.engine.checkpoint.files import OPTIMIZERS, SECTIONS, is_sharded, load_full
 from lightning_dist.engine.checkpoint.places import is_local, place_of
 
@@ -63,7 +63,7 @@ def _join(path: str | os.PathLike[str], scratch: Path, weights_only: bool | None
     )
     weights = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
     checkpoint["state_dict"] = weights | checkpoint["state_dict"]
-    tied_names.unfold(checkpoint, ["state_dict"])
+    saved_names.unfold(checkpoint, ["state_dict"])
     return checkpoint
 
 

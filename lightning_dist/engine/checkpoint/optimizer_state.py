@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dist.engine.checkpoint.tied_names import FirstNames
+from lightning_dist.engine.checkpoint.saved_names import FirstNames
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.tensors.dtensor import replicate_like, shard_like
 from lightning_dist.engine.tensors.tree import flatten, map_tensors

@@ -1,20 +1,31 @@
-"""Names in a state dict that are not those of parameters: hooks of modules may rename.
+"""Names in checkpoints that are not those of parameters.
 
-A module that was once written otherwise has hooks that give its tensors their old names in
-checkpoints, and take these names back (``register_state_dict_post_hook``,
-``register_load_state_dict_pre_hook``).
+Hooks of modules may rename: a module that was once written otherwise has hooks that give its
+tensors their old names in checkpoints, and take these names back
+(``register_state_dict_post_hook``, ``register_load_state_dict_pre_hook``).
+
+And a tied parameter has several names. On one device it is one tensor with several names in a state
+dict, and has one entry in the optimizer's state. If two ranks hold a copy each, under different
+names, a checkpoint must still have one. So a tensor is written under the parameter's *first name*
+in the whole model. The other names are listed beside it, and are restored when the checkpoint is
+read.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensors.dtensor import shard_like
+
+_TIED = "tied_names"
+
+FirstNames = Mapping[str, str]
+"""First names of tied parameters, by each of their other names."""
 
 
 def names_of_saved(module: nn.Module) -> dict[str, str]:
@@ -69,3 +80,40 @@ def _shard(part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
         value = state.get(prefix + name)
         if isinstance(value, Tensor):
             state[prefix + name] = shard_like(value, parameter)
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Returns the first names of the parameters that have several names in the whole model."""
+    firsts: dict[int, str] = {}
+    every = module.named_parameters(remove_duplicate=False)
+    pairs = [(name, firsts.setdefault(id(parameter), name)) for name, parameter in every]
+    return {name: first for name, first in pairs if name != first}
+
+
+def fold(
+    checkpoint: Mapping[str, Any], sections: Iterable[str], firsts: FirstNames
+) -> dict[str, Any]:
+    """Returns a checkpoint, of the whole model or a part, with one name for each tied parameter."""
+    if not firsts:
+        return dict(checkpoint)
+    folded: dict[str, Any] = {key: {} for key in sections if key in checkpoint}
+    for key, state in folded.items():
+        for name, value in checkpoint[key].items():
+            state.setdefault(firsts.get(name, name), value)  # a part may have several of the names
+    return {**checkpoint, **folded, _TIED: dict(firsts)}
+
+
+def unfold(checkpoint: dict[str, Any], sections: Iterable[str]) -> None:
+    """Restores all names of each tied parameter, on one tensor; undoes :func:`fold` in place."""
+    firsts = checkpoint.pop(_TIED, {})
+    for key in checkpoint.keys() & set(sections):
+        state = checkpoint[key]
+        state.update({name: state[first] for name, first in firsts.items() if first in state})
+
+
+def with_other_names(checkpoint: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Lists the other names of tied parameters by first name, from a result of :func:`fold`."""
+    others: dict[str, list[str]] = {}
+    for name, first in checkpoint.get(_TIED, {}).items():
+        others.setdefault(first, []).append(name)
+    return others

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.engine.checkpoint import files as checkpoints
+from lightning_dist.engine.checkpoint import saved_names
 from lightning_dist.engine.checkpoint.joint_save import JointSave, path_to_read
 from lightning_dist.engine.checkpoint.optimizer_state import (
     GroupNames,
@@ -39,8 +40,6 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     to_numbers,
 )
 from lightning_dist.engine.checkpoint.places import is_local, place_of
-from lightning_dist.engine.checkpoint.saved_names import sharding_what_is_loaded, with_own_values
-from lightning_dist.engine.checkpoint.tied_names import FirstNames, first_names, fold
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor
 from lightning_dist.engine.tensors.tree import map_tensors
@@ -83,7 +82,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
     """Saves and loads by parameter name; see the module's docstring."""
 
     _group_names: tuple[GroupNames, ...] = ()
-    _first_names: FirstNames = MappingProxyType({})
+    _first_names: saved_names.FirstNames = MappingProxyType({})
     _has_told_form = False
 
     @property
@@ -160,7 +159,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
         """Remembers the names of the optimizers' parameters while the module is whole."""
         module = self.module
         self._group_names = tuple(name_groups(optimizer, module) for optimizer in self.optimizers)
-        self._first_names = first_names(module)
+        self._first_names = saved_names.first_names(module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -274,8 +273,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
     def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Renames optimizer states by parameter, and keeps one name of each tied parameter."""
         is_plain = self.has_plain_state
-        firsts = first_names(self.module) if is_plain else self._first_names
-        folded = fold(checkpoint, checkpoints.SECTIONS, firsts)
+        firsts = saved_names.first_names(self.module) if is_plain else self._first_names
+        folded = saved_names.fold(checkpoint, checkpoints.SECTIONS, firsts)
         if "optimizer_states" in checkpoint and is_plain:
             names = (name_groups(optimizer, self.module) for optimizer in self.optimizers)
             pairs = zip(checkpoint["optimizer_states"], names, strict=True)
@@ -352,8 +351,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
         foreign = self.foreign_names()
         own = {n: value for n, value in checkpoint["state_dict"].items() if n not in foreign}
         if foreign:  # a module that has not been cut yet keeps its own values of them
-            own = with_own_values(own, self._own_state(), foreign)
-        with sharding_what_is_loaded(self.module):
+            own = saved_names.with_own_values(own, self._own_state(), foreign)
+        with saved_names.sharding_what_is_loaded(self.module):
             self.module.load_state_dict(own, strict=strict)
 
     @override

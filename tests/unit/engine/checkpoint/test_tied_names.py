@@ -8,7 +8,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     name_groups,
     state_by_name,
 )
-from lightning_dist.engine.checkpoint.tied_names import first_names, fold, unfold, with_other_names
+from lightning_dist.engine.checkpoint.saved_names import first_names, fold, unfold, with_other_names
 from lightning_dist.engine.splitting.cut import cut
 
 
