@@ -52,11 +52,6 @@ class MeshShape:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def has_whole_model(self) -> bool:
-        """Whether each rank has the whole model."""
-        return self.pp == 1 and self.has_whole_layers
-
-    @property
     def has_whole_layers(self) -> bool:
         """Whether each rank has its layers whole: all, or those of its stages."""
         return self.dp_shard == self.tp == 1

@@ -169,7 +169,7 @@ class HeldGradients:
             # The gradient is a new sum already where one of both is sparse, the other is not.
             if name in held and earlier is None:
                 held[name] = _add(gradient, held[name])
-            elif is_shared or not _is_laid_out_as(parameter, gradient):
+            elif is_shared or not (gradient.is_sparse or gradient.stride() == parameter.stride()):
                 held[name] = torch.empty_like(parameter, dtype=dtype).copy_(gradient).detach()
             else:
                 held[name] = gradient.to(dtype)
@@ -196,10 +196,6 @@ def _add(gradient: Tensor, total: Tensor) -> Tensor:
     if total.is_sparse and not gradient.is_sparse:  # torch adds in the other order only
         return gradient.to(total.dtype).add(total)
     return total.add_(gradient)
-
-
-def _is_laid_out_as(parameter: Tensor, gradient: Tensor) -> bool:
-    return gradient.is_sparse or gradient.stride() == parameter.stride()
 
 
 class EarlierGradients:

@@ -53,7 +53,10 @@ class Samples:
 
     def is_output_column(self, output: Any) -> bool:
         """Returns whether a step's output has one entry per sample; a tuple of numbers has not."""
-        is_results = isinstance(output, tuple) and any(_is_result(entry) for entry in output)
+        is_results = isinstance(output, tuple) and any(
+            entry is None or isinstance(entry, Number)  # numpy's scalars too
+            for entry in output
+        )
         return not is_results and self.is_column(output)
 
     def _is_of_one(self, entry: Any) -> bool:
@@ -131,10 +134,6 @@ def _is_list(tree: Any) -> bool:
 
 def _are(kind: type, entries: Sequence[Any]) -> bool:
     return bool(entries) and all(isinstance(entry, kind) for entry in entries)
-
-
-def _is_result(entry: Any) -> bool:
-    return entry is None or isinstance(entry, Number)  # numpy's scalars too
 
 
 @contextmanager

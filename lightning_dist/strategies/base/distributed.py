@@ -224,7 +224,7 @@ class DistributedStrategy(ProcessMesh):
     @property
     def holds_whole_model(self) -> bool:
         """Whether each rank has the whole model."""
-        return self.mesh.has_whole_model
+        return self.mesh.pp == 1 and self.mesh.has_whole_layers
 
     def view(self) -> RankView:
         """Returns what callbacks see of this rank, from ``setup_environment`` on."""

@@ -35,13 +35,6 @@ from lightning_dist.strategies.pipelining.step_state import StepState
 from lightning_dist.strategies.pipelining.updates import Updates
 
 
-def _unchanged(step: Callable[..., Any]) -> Callable[..., Any]:
-    return step
-
-
-def _nothing() -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class WrappedStages:
     """How stages run whose layers have been wrapped, for example sharded.
@@ -57,9 +50,9 @@ class WrappedStages:
 
     layers: Callable[[int], nn.Module] | None = None
     gradients: Callable[[int], HeldGradients] | None = None
-    change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
-    reshard: Callable[[], None] = _nothing
-    begin_sums: Callable[[], None] = _nothing
+    change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step
+    reshard: Callable[[], None] = lambda: None
+    begin_sums: Callable[[], None] = lambda: None
 
 
 class Session:
@@ -200,7 +193,7 @@ class Session:
                 self.tied,
                 begin_sums=wrapped.begin_sums,
                 complete_gradients=complete_gradients,
-                on_update=_nothing if self.staleness_log is None else self.staleness_log.post,
+                on_update=self.staleness_log.post if self.staleness_log else lambda: None,
                 norms=norms,
                 rate_correction=config.rate_correction(shape),
             )
