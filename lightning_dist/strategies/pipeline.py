@@ -61,8 +61,6 @@ from lightning_dist.strategies.pipelining.session import Session
 from lightning_dist.strategies.pipelining.staleness_log import DISCREPANCY, STALENESS, STASH_BYTES
 from lightning_dist.strategies.pipelining.start_line import StartLine
 
-_PROGRESS_KEY = "lightning_dist"
-
 
 class PipelineStrategy(MeasuredStages, MovableLayers):
     """Cuts a model into stages, one per rank, and trains it unchanged.
