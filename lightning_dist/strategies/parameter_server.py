@@ -314,7 +314,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         living = self._session.meet()
         if living != self._living:
             self._living, self._survivors, self._lengths = living, {}, None
-            self._undo += (reduce_metrics_over(self.module, self.world_group),)
+            self._undo += (reduce_metrics_over(self.module.modules(), self.world_group),)
 
     @override
     def reduce(

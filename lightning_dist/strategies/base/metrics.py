@@ -1,20 +1,13 @@
 """The module's torchmetrics objects, reduced over the ranks whose values count.
 
-Only the last stage updates a metric, while Lightning, and the user's own hooks, read its value on
-each rank. So while the pipeline is set up, ``compute`` of each metric of the module is a collective
-of the pipeline. The last stage computes, and the other stages receive the result. Inside a step,
-which only the last stage runs to its end, ``compute`` is unchanged; so are those that another one
-calls, as sums and wrappers of metrics do. Hooks may add metrics, as a ``MetricTracker`` does: those
-are shared from the next batch on. Tensor-parallel ranks have all seen the same samples, so a metric
-is reduced over the ranks that read different data.
+Tensor-parallel ranks have all seen the same samples, so a metric is reduced over the ranks that
+read different data.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,16 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
-from torchmetrics.wrappers import Running
 
 from lightning_dist.engine.tensors.patch import Undo
-from lightning_dist.engine.tensors.tree import map_tensors
-
-_WINDOW = (
-    "A step has updated a `Running` metric, and a step runs once for each micro-batch. So its"
-    " window is of micro-batches. Update it in a hook, such as `on_train_batch_end`, or set"
-    " num_microbatches=1."
-)
 
 
 class GroupGather:
@@ -72,14 +57,12 @@ class GroupGather:
         self._group = None
 
 
-def reduce_metrics_over(module: nn.Module, group: dist.ProcessGroup) -> Undo:
-    """Lets the metrics of a module be reduced over some ranks, unless they have a group."""
-    return _reduce_over((m for m in module.modules() if isinstance(m, Metric)), group)
-
-
-def _reduce_over(metrics: Iterable[Metric], group: dist.ProcessGroup) -> Undo:
+def reduce_metrics_over(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> Undo:
+    """Lets the metrics among some modules be reduced over some ranks, unless they have a group."""
     changed = []
-    for metric in metrics:
+    for metric in modules:
+        if not isinstance(metric, Metric):
+            continue
         own = metric.dist_sync_fn
         metric.dist_sync_fn = gather = GroupGather(own, group)
         changed.append((weakref.ref(metric), own, gather))  # hooks may replace it
@@ -92,105 +75,3 @@ def _reduce_over(metrics: Iterable[Metric], group: dist.ProcessGroup) -> Undo:
             gather.close()
 
     return undo
-
-
-class SharedCompute(partial[Any]):
-    """``compute`` of a metric as a collective: :meth:`StageMetrics.value` of it and its own."""
-
-
-class StageMetrics:
-    """Shares the metrics of a module along the pipeline."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        pipelined: Collection[nn.Module],
-        pipeline_group: dist.ProcessGroup,
-        data_group: dist.ProcessGroup,
-        source: int,
-        is_source: bool,
-    ) -> None:
-        self._module = module
-        self._pipelined = pipelined
-        self._pipeline_group: dist.ProcessGroup | None = pipeline_group
-        self._data_group: dist.ProcessGroup | None = data_group
-        self._source = source
-        self._is_source = is_source
-        self._is_alone = False  # in what the last stage does without the others
-        self._shared: list[weakref.ref[Metric]] = []
-        self._undo: list[Undo] = []
-        self._running = [m for m in module.modules() if isinstance(m, Running)]
-        self._share(m for m in module.modules() if isinstance(m, Metric))
-
-    def share_new(self) -> None:
-        """Shares the metrics that hooks have added. Each stage calls it before each batch."""
-        beside = self._module.named_modules(memo={*self._pipelined})
-        self._share(m for _, m in beside if isinstance(m, Metric))
-
-    @contextmanager
-    def in_step(self, share: float) -> Iterator[None]:
-        """Marks a step, which only the last stage runs to its end, on a share of its batch."""
-        running = self._running if share < 1.0 and self._is_source else []
-        before = [metric.metric_state for metric in running]
-        with self._alone():
-            yield
-        if any(_differ(m.metric_state, old) for m, old in zip(running, before, strict=True)):
-            self._running.clear()
-            warnings.warn(_WINDOW, stacklevel=2)
-
-    def value(self, metric: Metric, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns what a metric computes on the last stage. Collective outside of steps."""
-        if self._is_alone:
-            return own(*args, **kwargs)
-        value = None
-        if self._is_source:
-            with self._alone():
-                value = own(*args, **kwargs)
-        # From the host: a pickled tensor of a GPU would go to the GPU of that number.
-        sent = [map_tensors(Tensor.cpu, value)]
-        dist.broadcast_object_list(sent, src=self._source, group=self._pipeline_group)
-        if self._is_source:
-            return value
-        return map_tensors(lambda tensor: tensor.to(metric.device), sent[0])
-
-    def detach(self) -> None:
-        """Restores the metrics."""
-        for reference in self._shared:
-            metric = reference()
-            if metric is not None and isinstance(metric.compute, SharedCompute):
-                _, metric.compute = metric.compute.args  # type: ignore[method-assign]
-        self._shared.clear()
-        self._running.clear()
-        while self._undo:
-            self._undo.pop()()
-        # A metric that a hook has replaced is a cycle with this, freed later.
-        self._pipeline_group = self._data_group = None
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        was_alone, self._is_alone = self._is_alone, True
-        try:
-            yield
-        finally:
-            self._is_alone = was_alone
-
-    def _share(self, metrics: Iterable[Metric]) -> None:
-        new = [m for m in metrics if not isinstance(m.compute, SharedCompute)]
-        if not new:
-            return
-        assert self._data_group is not None
-        # A copy has its original's.
-        over_all = [m for m in new if not _is_reduced(m)]
-        self._undo.append(_reduce_over(over_all, self._data_group))
-        for metric in new:
-            shared = SharedCompute(self.value, metric, metric.compute)
-            metric.compute = shared  # type: ignore[method-assign]
-            self._shared.append(weakref.ref(metric))
-
-
-def _is_reduced(metric: Metric) -> bool:
-    return isinstance(metric.dist_sync_fn, GroupGather) and metric.dist_sync_fn.is_open
-
-
-def _differ(states: dict[str, Any], before: dict[str, Any]) -> bool:
-    return any(states[name] is not state for name, state in before.items())

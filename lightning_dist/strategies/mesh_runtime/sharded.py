@@ -77,7 +77,7 @@ class ShardedStrategy(ShardedPlacement):
     def connect_loops(self, trainer: pl.Trainer) -> None:
         super().connect_loops(trainer)
         if self.mesh.pp == 1:  # those of stages are reduced over the last ones
-            self._undo += (reduce_metrics_over(self.module, self.data_group),)
+            self._undo += (reduce_metrics_over(self.module.modules(), self.data_group),)
         if self.is_fitting and self.sharded.is_sharded:
             reduces_each = self._shard_config.sync_every_microstep
             self._hook_check = checks.HookCheck(self.module, reduces_each=reduces_each)

@@ -24,11 +24,11 @@ from lightning_dist.engine.splitting.ties import find_ties
 from lightning_dist.engine.tensors.patch import with_hooks
 from lightning_dist.strategies.base.clipping import norms_of_all_stages
 from lightning_dist.strategies.base.distributed import DistributedStrategy
-from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.pipelining.hook_log import HookLog
 from lightning_dist.strategies.pipelining.outside_calls import OutsideCalls
 from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
+from lightning_dist.strategies.pipelining.stage_metrics import StageMetrics
 from lightning_dist.strategies.pipelining.staleness_log import DISCREPANCY, StalenessLog
 from lightning_dist.strategies.pipelining.step_runner import StepRunner
 from lightning_dist.strategies.pipelining.step_state import StepState

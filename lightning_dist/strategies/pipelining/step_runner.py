@@ -27,10 +27,10 @@ from lightning_dist.strategies.base.lightning_internals import (
     logged_step,
 )
 from lightning_dist.strategies.base.loaders.sample_lists import SampleLists
-from lightning_dist.strategies.base.metrics import StageMetrics
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCall, RankZeroCalls
+from lightning_dist.strategies.pipelining.stage_metrics import StageMetrics
 from lightning_dist.strategies.pipelining.step_log import BatchLog, StepLog
 from lightning_dist.strategies.pipelining.step_state import StepCounters, StepState
 

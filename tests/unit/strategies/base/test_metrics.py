@@ -36,7 +36,7 @@ class Holder(nn.Module):
 def test_copies_share_the_ranks_until_they_are_closed() -> None:
     calls.clear()
     module = Holder()
-    undo = reduce_metrics_over(module, GROUP)
+    undo = reduce_metrics_over(module.modules(), GROUP)
     copied = module.own.clone()
     gather: Any = copied.dist_sync_fn
     assert len(gather(torch.ones(1))) == 2
@@ -50,7 +50,7 @@ def test_copies_share_the_ranks_until_they_are_closed() -> None:
 
 def test_a_pickle_has_the_function_behind() -> None:
     module = Holder()
-    undo = reduce_metrics_over(module, GROUP)
+    undo = reduce_metrics_over(module.modules(), GROUP)
     found = pickle.loads(pickle.dumps(module.others["plain"]))
     assert found.dist_sync_fn.func is gather_all_tensors
     assert isinstance(copy.deepcopy(module.others["plain"]).dist_sync_fn, GroupGather)
