@@ -7,7 +7,6 @@ plugin is described in :mod:`.base.precision_plugin`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -18,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import gather_objects
-from lightning_dist.engine.common.names import check_choice, check_count
+from lightning_dist.engine.common.names import check_choice, check_count, check_positive
 from lightning_dist.engine.precision.gradient_range import Ranges, merge
 from lightning_dist.engine.precision.loss_scale import LossScale
 from lightning_dist.engine.precision.policy import HalfPrecision
@@ -178,11 +177,8 @@ def _make_scale(
     initial_scale: float,
     growth_interval: int,
 ) -> LossScale | None:
-    if not 0 < initial_scale < math.inf or growth_interval < 1:
-        raise ValueError(
-            f"initial_scale={initial_scale} must be positive and finite, and"
-            f" growth_interval={growth_interval} at least 1."
-        )
+    check_positive("initial_scale", initial_scale)
+    check_count("growth_interval", growth_interval)
     if isinstance(asked, str) and asked not in ("auto", "dynamic"):
         raise ValueError(
             f"loss_scale={asked!r} is unknown; use 'auto', 'dynamic', a number or None."
@@ -198,8 +194,7 @@ def _make_scale(
         return None
     if isinstance(asked, str):
         return LossScale(initial_scale, growth_interval=growth_interval)
-    if not 0 < asked < math.inf:
-        raise ValueError(f"loss_scale={asked} must be positive and finite.")
+    check_positive("loss_scale", asked)
     return LossScale(float(asked), is_dynamic=False)
 
 

@@ -26,7 +26,7 @@ from lightning_dist.callbacks import output
 from lightning_dist.callbacks.output import Media
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
 from lightning_dist.engine.common.device_group import gather_objects
-from lightning_dist.engine.common.names import check_choice
+from lightning_dist.engine.common.names import check_choice, check_positive
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.balance import Balance, find_balance, memory_limit, step_seconds
@@ -93,8 +93,8 @@ class StageBalancer(pl.Callback):
                 " in [0, 1)."
             )
         check_choice("action", action, ("report", "rebalance"))
-        if memory_cap_bytes is not None and not memory_cap_bytes > 0:
-            raise ValueError(f"memory_cap_bytes={memory_cap_bytes} must be above zero, or None.")
+        if memory_cap_bytes is not None:
+            check_positive("memory_cap_bytes", memory_cap_bytes)
         self._every_n_steps = every_n_steps
         self._warmup_steps = warmup_steps
         self._measured_steps = measured_steps

@@ -33,6 +33,7 @@ from lightning_dist.engine.common.device_group import (
     reduce_tensor,
 )
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
+from lightning_dist.engine.common.names import check_positive
 from lightning_dist.engine.comms import interface
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.group_pool import GroupKind, pool_of_world
@@ -73,8 +74,7 @@ class ProcessMesh(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds.")
+        check_positive("timeout_s", timeout_s)
         self.num_nodes = 1
         self._backend = process_group_backend
         self.timeout_seconds = timeout_s

@@ -211,7 +211,7 @@ def test_bad_arguments_and_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
         StageBalancer(every_n_steps=4, measured_steps=9)
     with pytest.raises(ValueError, match="action='move' is unknown; use one of .*'rebalance'"):
         StageBalancer(action="move")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="memory_cap_bytes=-1 must be above zero"):
+    with pytest.raises(ValueError, match="memory_cap_bytes=-1 must be a number above 0"):
         StageBalancer(memory_cap_bytes=-1)
     averaging = [StageBalancer(action="rebalance"), ShardedWeightAveraging()]
     trainer = make_trainer(devices=1, strategy=PipelineStrategy(), callbacks=averaging)

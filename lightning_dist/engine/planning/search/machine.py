@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_dist.engine.common.mesh_shape import AXES, MeshShape
-from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.traffic import MessageKind
 
@@ -65,8 +65,8 @@ class Machine:
             raise ValueError(f"memory_bytes={self.memory_bytes} must be above zero.")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap={self.overlap} must be in [0, 1].")
-        if self.processors is not None and not self.processors > 0:
-            raise ValueError(f"processors={self.processors} must be above zero, or None.")
+        if self.processors is not None:
+            check_positive("processors", self.processors)
 
     @property
     def ranks_per_host(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.common.names import check_count
+from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.common.table import Table, format_bytes
 from lightning_dist.engine.planning.memory import RankMemory
 from lightning_dist.engine.planning.search.layout import Estimate, Layout, Wait
@@ -158,9 +158,8 @@ class Price:
     def __post_init__(self) -> None:
         """Checks the numbers."""
         for name in ("per_hour", "samples_per_epoch", "budget"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be above zero.")
+            if (value := getattr(self, name)) is not None:
+                check_positive(name, value)
 
     @property
     def headings(self) -> tuple[str, ...]:
