@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.engine.common.device_group import NEVER
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.table import format_count
 from lightning_dist.engine.comms.failures.peer_failure import Failure
@@ -50,8 +51,6 @@ from lightning_dist.strategies.base.model_checks import (
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
-
-_NEVER = timedelta(days=365)
 
 
 class ParameterServerStrategy(DataParallelStrategy):
@@ -165,7 +164,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         checks.check_no_loss_scale(self.precision_plugin)
         self._living, self._survivors = tuple(range(self.world_size)), {}
         there, back = (
-            self.group(*self.mesh.sizes, purpose=purpose, timeout=_NEVER)
+            self.group(*self.mesh.sizes, purpose=purpose, timeout=NEVER)
             for purpose in ("push", "pull")
         )
         (optimizer,) = self.optimizers

@@ -7,11 +7,15 @@ collective with a tensor on the right device. A group itself does not tell which
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+NEVER = timedelta(days=365)
+"""Timeout of groups in which a rank may wait for hours, with a time limit of its own or none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.engine.common.device_group import NEVER
 from lightning_dist.engine.comms.channel import PeerLostError, Receiver, Sender, TensorInfo
 from lightning_dist.engine.comms.in_flight import (
     HostIntake,
@@ -208,9 +209,6 @@ def _describe(schema: Any) -> str:
 GroupKey = tuple[int, int]
 """Any two numbers that name a communicator: the sending stage and the receiving one, say."""
 
-# The host waits for messages with a limit of its own.
-_NEVER = timedelta(days=365)
-
 
 class P2PGroups:
     """Communicators of two ranks and one direction, in pipelines of global ranks."""
@@ -237,7 +235,7 @@ class P2PGroups:
         Collective: every rank of the world must call it alike.
         """
         is_host = self._device.type == "cpu"
-        timeout = _NEVER if is_host else timedelta(seconds=self._timeout_seconds)
+        timeout = NEVER if is_host else timedelta(seconds=self._timeout_seconds)
         found: dict[GroupKey, dist.ProcessGroup] = {}
         for ranks in self._pipelines:
             for key, places in ends.items():

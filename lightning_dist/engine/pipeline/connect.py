@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cache
 from itertools import pairwise
 from threading import Thread
@@ -23,15 +22,12 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
+from lightning_dist.engine.common.device_group import NEVER
 from lightning_dist.engine.comms.channel import MemoryChannel, Receiver, Sender
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.comms.links import Links, PeerLinks
 from lightning_dist.engine.comms.p2p_channel import GroupKey, P2PGroups
-
-# A receive is posted all the time, also while nothing is sent for hours. A thread that waits for a
-# message has its own time limit.
-_NEVER = timedelta(days=365)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +132,8 @@ def connect(
     ranks: Sequence[int] = ()
     for candidates in pipelines:
         groups = [
-            dist.new_group(list(candidates), backend="gloo", timeout=_NEVER)
+            # A receive is posted all the time, also while nothing is sent for hours.
+            dist.new_group(list(candidates), backend="gloo", timeout=NEVER)
             for _ in range(5 if pairs else 3)
         ]
         if rank in candidates:

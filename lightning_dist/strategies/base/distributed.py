@@ -10,7 +10,6 @@ import inspect
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypedDict, get_args
 from uuid import uuid4
@@ -26,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_dist.engine.common.device_group import gather_objects
+from lightning_dist.engine.common.device_group import NEVER, gather_objects
 from lightning_dist.engine.common.environment import (
     EnvironmentCheck,
     compare_environments,
@@ -52,8 +51,6 @@ from lightning_dist.strategies.base.rank_view import RankView
 
 Read = Literal["first", "each"]
 """Which ranks of a data replica read its batches."""
-
-_NEVER = timedelta(days=365)
 
 
 class RunArguments(TypedDict, total=False):
@@ -177,7 +174,7 @@ class DistributedStrategy(ProcessMesh):
     def join_mesh(self) -> None:
         """Opens what depends on the sizes of the mesh. Collective: every rank must call it."""
         if self._read == "first" and self.mesh.data_size < self.mesh.world_size:
-            group = self.group("pp", "tp", purpose="batches", timeout=_NEVER)
+            group = self.group("pp", "tp", purpose="batches", timeout=NEVER)
             channel = open_channel(group, self.root_device, self.timeout_seconds)
             self._loaders = ReplicaLoaders(channel)
         if self.mesh.data_size == 1:
@@ -209,7 +206,7 @@ class DistributedStrategy(ProcessMesh):
         self.begin_run()
         self._guard = RunGuard(
             self.module.trainer,
-            ring_group=self.group(*self.mesh.sizes, purpose="failures", timeout=_NEVER),
+            ring_group=self.group(*self.mesh.sizes, purpose="failures", timeout=NEVER),
             stop=self.stop_agreement(),
             interrupt=self._wake,
             is_stop_due=self._is_stop_due,
