@@ -18,10 +18,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
 from lightning_dist.engine.precision.casts import as_in_step
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.splitting.tracing.call import SET_AN_EXAMPLE, Arguments, watch_call
+from lightning_dist.engine.tensors.module_state import state_kept
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.tree import map_tensors

@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
 from lightning_dist.engine.pipeline.rebalance.relocation import LayerExchange
 from lightning_dist.engine.pipeline.rebalance.repartition import (
     Repartition,
@@ -33,6 +32,7 @@ from lightning_dist.engine.planning.balance import find_balance
 from lightning_dist.engine.planning.layer_costs import RankProfile, StepCosts
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.split import PipelineSplit
+from lightning_dist.engine.tensors.module_state import state_kept
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.precision_plugin import half_precision_of

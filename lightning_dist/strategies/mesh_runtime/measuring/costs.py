@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch, split
-from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
 from lightning_dist.engine.planning.layer_costs import StepCosts, activations_of
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import MeasuredBatch, ModelCosts, TensorCosts
@@ -38,6 +37,7 @@ from lightning_dist.engine.splitting.layers import Part
 from lightning_dist.engine.tensor_parallel.apply import check_styles
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
+from lightning_dist.engine.tensors.module_state import state_kept
 from lightning_dist.engine.tensors.observers import OperationWatch
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.samples import batch_size_of

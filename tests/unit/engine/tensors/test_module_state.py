@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_dist.engine.pipeline.rebalance.module_state import state_kept
+from lightning_dist.engine.tensors.module_state import state_kept
 
 
 class Remembering(nn.Module):
