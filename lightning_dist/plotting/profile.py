@@ -16,7 +16,7 @@ from lightning_dist.engine.profiling.account import Use
 from lightning_dist.engine.profiling.report import ProfileReport
 from lightning_dist.engine.schedules.timeline import Timeline
 from lightning_dist.plotting.style import OF_MEMORY, OF_USES, clear_frame, new_figure
-from lightning_dist.plotting.timelines import draw_timeline, legend_of
+from lightning_dist.plotting.timelines import draw_legend, draw_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,10 +90,7 @@ def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = No
         panel.set_xlabel("time (ms)")
     is_pipeline = report.predicted_timeline is not None
     idle = "waiting (numbers: micro-batches)" if is_pipeline else "in between (numbers: batches)"
-    handles = legend_of(timelines.values(), idle)
-    figure.legend(
-        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
-    )
+    draw_legend(figure, timelines.values(), idle)
     _stack(panels[-2], f"Time by use, {report.batches()}", Bars.of_uses(report))
     _stack(panels[-1], report.memory_title, Bars.of_memory(report))
     if path is not None:

@@ -28,7 +28,6 @@ from lightning_dist.plotting.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
 _LAPS = (VERMILION, PURPLE, YELLOW)
 _UNDERLINE_HEIGHT = 0.14
@@ -83,10 +82,7 @@ def plot_timelines(
         named = f"{title} (bubble {timeline.bubble_fraction:.1%})"
         draw_timeline(panel, timeline, named, span_ms)
     axes[-1].set_xlabel("time (ms)")
-    handles = legend_of(timelines.values())
-    figure.legend(
-        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
-    )
+    draw_legend(figure, timelines.values())
     if path is not None:
         figure.savefig(path, dpi=130)
     return figure
@@ -161,10 +157,12 @@ def _colour(span: Span) -> str | None:
     return parts.get(span.action.kind, BLUE)
 
 
-def legend_of(
-    timelines: Collection[Timeline], idle: str = "waiting (numbers: micro-batches)"
-) -> list[Patch]:
-    """Returns the entries of a legend of the drawn timelines; ``idle`` is the grey entry's text."""
+def draw_legend(
+    figure: Figure,
+    timelines: Collection[Timeline],
+    idle: str = "waiting (numbers: micro-batches)",
+) -> None:
+    """Draws a legend of the drawn timelines; ``idle`` is the grey entry's text."""
     from matplotlib.patches import Patch
 
     spans = [span for timeline in timelines for span in timeline.spans]
@@ -179,7 +177,10 @@ def legend_of(
         **{f"a rank's stage {lap + 2}": _LAPS[lap % len(_LAPS)] for lap in range(laps)},
         idle: PALE,
     }
-    return [Patch(facecolor=c, edgecolor="#999999", label=n) for n, c in entries.items()]
+    handles = [Patch(facecolor=c, edgecolor="#999999", label=n) for n, c in entries.items()]
+    figure.legend(
+        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
+    )
 
 
 def _most_stages(spans: Iterable[Span]) -> int:
