@@ -137,9 +137,8 @@ class TrainingLengths(LoaderEnds):
 class EvaluationLengths(LoaderEnds):
     """Checks on one rank that ranks which are tied evaluate as many batches.
 
-    ``everyone`` returns a gloo group of all ranks, which changes where a worker may be lost. Each
-    sequence of ``tied`` has ranks that compute a forward together, and ``tied_group`` those of
-    this rank, unless it is alone.
+    Each sequence of ``tied`` has ranks that compute a forward together, and ``tied_group`` those of
+    this rank, unless it is alone. ``everyone`` returns a group of all ranks that are not lost.
     """
 
     def __init__(
