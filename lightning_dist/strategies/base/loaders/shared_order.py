@@ -51,7 +51,7 @@ class SharedSampler(LoaderProxy):
         with stream.drawing():
             indices = iter(self._loader)
         self._begin_epoch()
-        return _drawn(indices, stream, self._begin_reading)
+        return _SharedItems(indices, stream, self._begin_reading)
 
 
 class SharedReading(LoaderProxy):
@@ -67,28 +67,35 @@ class SharedReading(LoaderProxy):
     def __iter__(self) -> Iterator[Any]:
         """Begins an epoch."""
         self._seed_alike()
-        return _drawn(iter(self._loader), self._open_stream(), _do_nothing)
+        return _SharedItems(iter(self._loader), self._open_stream(), _do_nothing)
 
 
 def _do_nothing() -> None:
     pass
 
 
-def _drawn(
-    items: Iterator[Any], stream: RandomStream, begin_reading: Callable[[], None]
-) -> Iterator[Any]:
-    """Yields items that are drawn from a stream; calls a function behind the first."""
-    is_first = True
-    while True:
-        with stream.drawing():
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-        if is_first:
-            begin_reading()
-        is_first = False
-        yield item
+class _SharedItems(LoaderProxy):
+    """The items of an iterator, drawn from a stream; calls a function behind the first.
+
+    It has the iterator's state, if there is one: torchdata's loaders ask their samplers' iterators.
+    """
+
+    def __init__(
+        self, iterator: Iterator[Any], stream: RandomStream, begin_reading: Callable[[], None]
+    ) -> None:
+        super().__init__(iterator)
+        self._stream = stream
+        self._begin_reading = begin_reading
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._stream.drawing():
+            item = next(self._loader)
+        begin, self._begin_reading = self._begin_reading, _do_nothing
+        begin()
+        return item
 
 
 def share_order(
