@@ -31,8 +31,8 @@ class BegunLoaders:
     def __init__(self) -> None:
         self._begun: list[tuple[object, Iterator[Any]]] = []
 
-    def first_of(self, loader: Any) -> list[Any]:
-        """Returns the first batch of a loader, if it has one."""
+    def first_of(self, loader: Any) -> Iterator[Any]:
+        """Yields the first batch of a loader, if it has one; reads nothing before it is asked."""
         if _is_there_once(loader):
             iterator = iter(loader)
             first = list(islice(iterator, 1))
@@ -41,7 +41,7 @@ class BegunLoaders:
             with _own_generators_kept(loader):
                 # A copy, for a loader keeps the iterator whose workers are persistent.
                 first = list(islice(iter(copy.copy(loader)), 1))
-        return first
+        yield from first
 
     def resume(self, loader: object) -> object:
         """Returns the loader to read in the place of another, which may have been begun."""

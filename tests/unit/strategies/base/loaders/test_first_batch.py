@@ -143,6 +143,17 @@ def test_reads_what_the_loop_would(fn: TrainerFn, loaders: Any, batch: Any, coun
     assert read_first_batch(trainer, BegunLoaders()) == (batch, count)
 
 
+def test_loaders_that_are_read_one_after_the_other_are_not_begun() -> None:
+    class Unread:
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError
+
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.state.fn = TrainerFn.TESTING
+    trainer.test_loop._data_source.instance = [[1, 2], Unread()]
+    assert read_first_batch(trainer, BegunLoaders()) == (1, 2)
+
+
 def test_there_may_be_none() -> None:
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.state.fn = TrainerFn.FITTING
