@@ -28,8 +28,10 @@ class SampleLists:
         if not _lists_tensors(batch):
             return batch
         key, loader = (step, dataloader_idx), self._loader(step, dataloader_idx)
+        if _collates_by_default(loader):  # it may have been reloaded
+            return batch
         if key not in self._known:
-            found = _has_tensor_per_sample(batch, loader)
+            found = has_tensor_per_sample(batch, _batch_size_of(loader))
             if found is None:
                 return batch
             self._known[key] = found
@@ -49,8 +51,9 @@ class SampleLists:
 
 def mark_first(batch: Any, loader: object) -> Any:
     """Returns a loader's first batch, as :meth:`SampleLists.mark` does later ones."""
-    has_samples = _lists_tensors(batch) and _has_tensor_per_sample(batch, loader)
-    return SampleList(batch) if has_samples else batch
+    if not _lists_tensors(batch) or _collates_by_default(loader):
+        return batch
+    return SampleList(batch) if has_tensor_per_sample(batch, _batch_size_of(loader)) else batch
 
 
 def _lists_tensors(batch: Any) -> bool:
@@ -58,13 +61,15 @@ def _lists_tensors(batch: Any) -> bool:
     return is_list and all(isinstance(entry, Tensor) and entry.ndim > 0 for entry in batch)
 
 
-def _has_tensor_per_sample(batch: list[Tensor], loader: object) -> bool | None:
-    if getattr(loader, "collate_fn", default_collate) is default_collate:
-        return False
+def _collates_by_default(loader: object) -> bool:
+    return getattr(loader, "collate_fn", default_collate) is default_collate
+
+
+def _batch_size_of(loader: object) -> int | None:
     size: int | None = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return has_tensor_per_sample(batch, size)
+    return size
 
 
 def has_tensor_per_sample(batch: list[Tensor], batch_size: int | None) -> bool | None:

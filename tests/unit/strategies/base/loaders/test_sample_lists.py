@@ -59,6 +59,17 @@ def test_later_batches_are_as_the_first_whole_one() -> None:
     assert marked(torch.ones(8, 5), (torch.ones(5),) * 8, [], [whole]) == [False] * 4
 
 
+@pytest.mark.parametrize("collations", [(list, None), (None, list)])
+def test_a_loader_may_be_replaced_by_one_that_collates_otherwise(collations: Any) -> None:
+    """As ``reload_dataloaders_every_n_epochs`` does."""
+    trainer, batch = SimpleNamespace(), [torch.ones(5)] * 8
+    lists = SampleLists(cast(Any, trainer))
+    for collate_fn in collations:
+        trainer.train_dataloader = DataLoader([0], batch_size=8, collate_fn=collate_fn)  # type: ignore[arg-type]
+        found = lists.mark(batch, "training_step")
+        assert isinstance(found, SampleList) is (collate_fn is list)
+
+
 def test_a_first_batch_is_marked_by_its_loader() -> None:
     batch = [torch.ones(5)] * 8
     for collate_fn, expected in ((list, True), (None, False)):
