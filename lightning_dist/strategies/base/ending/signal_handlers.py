@@ -58,12 +58,12 @@ class FlagHandler:
         """
         if os.getpid() == self._process:
             self._on_signal()
-            if not self._is_told:  # launchers report a stop as a failure
+            was_told, self._is_told = self._is_told, True  # before the same signal comes again
+            if not was_told:  # launchers report a stop as a failure
                 does = "stop" if signum == signal.SIGTERM else "save"
                 name = self._signum.name
                 text = f"[rank {self._rank}] {name}: all ranks {does} at the next batch.\n"
                 os.write(2, text.encode())
-            self._is_told = True
         elif signum == signal.SIGTERM:
             self._install(self._before)
             signal.raise_signal(signum)

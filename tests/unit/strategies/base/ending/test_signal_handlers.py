@@ -38,6 +38,24 @@ def test_the_second_ctrl_c_does_not_wait() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_signal_that_comes_again_at_once_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a launcher that signals a process and its group."""
+    told: list[bytes] = []
+
+    def write(_: int, text: bytes) -> None:
+        told.append(text)
+        if len(told) < 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    handler = FlagHandler(make_trainer(), signal.SIGTERM, lambda: None)
+    monkeypatch.setattr(os, "write", write)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        handler.remove()
+    assert told == [b"[rank 0] SIGTERM: all ranks stop at the next batch.\n"]
+
+
 def test_sigterm_is_ours_before_and_with_lightnings_handlers_and_then_the_users_again(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
