@@ -5,6 +5,7 @@ Each check raises ``ValueError`` with the reason, on all ranks alike, before any
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from inspect import signature
@@ -62,7 +63,7 @@ def check_reshard(reshard_after_forward: bool | int | str, shard_size: int) -> N
     if reshard_after_forward not in divisors:
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward} must divide the shard size of"
-            f" {shard_size}, and be neither 1 nor all of it; use True, False or one of {divisors}."
+            f" {shard_size}, and be neither 1 nor all of it; use one of {[True, False, *divisors]}."
         )
 
 
@@ -320,10 +321,14 @@ def _difference(first: dict[str, str], rank: int, other: dict[str, str]) -> str:
         there, here = first.get(name, "missing"), other.get(name, "missing")
         if there != here:
             return f"The {name} is {there} on rank 0 and {here} on rank {rank}."
-    for number, (there, here) in enumerate(zip(first, other, strict=True)):
+    numbers = Counter[str]()  # of each kind so far
+    for there, here in zip(first, other, strict=True):
+        (kind, own), (_, others) = there.split(" ", 1), here.split(" ", 1)
         if there != here:
-            (kind, there), (_, here) = there.split(" ", 1), here.split(" ", 1)
-            return f"The {kind} number {number} is {there} on rank 0 and {here} on rank {rank}."
+            return (
+                f"The {kind} number {numbers[kind]} is {own} on rank 0 and {others} on rank {rank}."
+            )
+        numbers[kind] += 1
     return ""
 
 
