@@ -14,11 +14,7 @@ from lightning_dist.doctor.report import Result, fail, ok, warn
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.common.table import format_bytes
 from lightning_dist.engine.comms import interface
-from lightning_dist.engine.comms.meeting import (
-    errno_of_serving,
-    explain_contact,
-    explain_serving,
-)
+from lightning_dist.engine.comms.contact import errno_of_serving, explain_contact, explain_serving
 
 _SHM_BYTES = 1_000_000_000
 _FILES_ALONE, _FILES_PER_RANK = 512, 8  # a process's own, and connections of its groups

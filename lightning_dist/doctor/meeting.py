@@ -18,13 +18,8 @@ from lightning_dist.doctor.launch import Launch
 from lightning_dist.doctor.report import Result, StoppedError, fail, ok
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.comms import interface
-from lightning_dist.engine.comms.meeting import (
-    MISSING_REMEDY,
-    ContactError,
-    await_port,
-    describe_missing,
-    open_store,
-)
+from lightning_dist.engine.comms.contact import ContactError, await_port, open_store
+from lightning_dist.engine.comms.meeting import MISSING_REMEDY, describe_missing
 
 _POLL_SECONDS = 0.05
 GRACE_SECONDS = 10.0  # for rank 0 to judge, or to be a little late

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from lightning_dist.engine.comms import meeting
-from lightning_dist.engine.comms.meeting import (
+from lightning_dist.engine.comms.contact import (
     ContactError,
     await_port,
     explain_contact,

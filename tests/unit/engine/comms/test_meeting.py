@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_dist.engine.comms import meeting
-from lightning_dist.engine.comms.meeting import ContactError, Meeting, describe_missing, join, meet
+from lightning_dist.engine.comms.contact import ContactError
+from lightning_dist.engine.comms.meeting import Meeting, describe_missing, join, meet
 from tests.helpers.processes.workers import free_port
 
 PLACE = Meeting("127.0.0.1", 29500, 0, 3, ranks_per_host=1, timeout_seconds=10, serves=False)
