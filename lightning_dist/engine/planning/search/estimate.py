@@ -20,6 +20,7 @@ from lightning_dist.engine.planning.layer_costs import activations_of
 from lightning_dist.engine.planning.memory import RankMemory
 from lightning_dist.engine.planning.partition import MemoryLimit, partition_layers
 from lightning_dist.engine.planning.search.held import (
+    Flights,
     bytes_between_stages,
     bytes_per_parameter_byte,
     count_flights,
@@ -31,10 +32,14 @@ from lightning_dist.engine.planning.search.messages import along_data, batch_to_
 from lightning_dist.engine.planning.search.model_costs import MeasuredBatch, ModelCosts
 from lightning_dist.engine.planning.traffic import MessageKind
 from lightning_dist.engine.schedules.registry import build_schedule, find_schedules
-from lightning_dist.engine.schedules.simulator import makespan_seconds
+from lightning_dist.engine.schedules.schedule import Schedule
+from lightning_dist.engine.schedules.simulator import StageCosts, makespan_seconds
 
 _Key = tuple[float, int, bool, int | None]
 """What the costs of a micro-batch depend on."""
+
+_Shape = tuple[str, int, int, int]
+"""What a schedule depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +68,13 @@ class Estimator:
     def __init__(self, costs: ModelCosts, machine: Machine) -> None:
         self.costs = costs
         self.machine = machine
-        self._batch = cache(
-            lambda size, tp, again, count: costs.at(
-                size, tp, recomputes=again, num_microbatches=count
-            )
-        )
-        self._partition = cache(lambda key, stages: self._batch(*key).step.best_cut(stages))
+        # Per estimator, and not on the class, which would keep the costs alive.
+        self._batch = cache(self._batch_of)
         self._sums = cache(self._sum_up)
-        self._schedule = cache(
-            lambda name, stages, count, per_rank: build_schedule(
-                name, num_stages=stages, num_microbatches=count, stages_per_rank=per_rank
-            )
-        )
-        self._flights = cache(lambda *of: [count_flights(own) for own in self._schedule(*of).ranks])
-        self._makespan = cache(lambda each, *of: makespan_seconds(self._schedule(*of), each))
+        self._partition = cache(self._best_partition)
+        self._schedule = cache(_build)
+        self._flights = cache(self._count_flights)
+        self._makespan = cache(self._simulate)
 
     def batch(self, layout: Layout) -> MeasuredBatch:
         """Returns the costs of one micro-batch of a layout, without messages."""
@@ -90,6 +88,22 @@ class Estimator:
         own = sums.own_seconds * layout.num_stages
         mean = layout.num_microbatches * (sums.seconds + own) / mesh.pp
         return max(layout.num_microbatches * sums.longest_seconds, mean * self.machine.crowding)
+
+    # --- what layouts have in common ---------------------------------------------------------
+
+    def _batch_of(
+        self, size: float, tp: int, recomputes: bool, num_microbatches: int | None
+    ) -> MeasuredBatch:
+        return self.costs.at(size, tp, recomputes=recomputes, num_microbatches=num_microbatches)
+
+    def _best_partition(self, key: _Key, num_stages: int) -> tuple[int, ...]:
+        return self._batch(*key).step.best_cut(num_stages)
+
+    def _count_flights(self, shape: _Shape) -> list[Flights]:
+        return [count_flights(actions) for actions in self._schedule(shape).ranks]
+
+    def _simulate(self, costs: StageCosts, shape: _Shape) -> float:
+        return makespan_seconds(self._schedule(shape), costs)
 
     def _sum_up(self, size: float, tp: int, recomputes: bool, count: int | None) -> _Sums:
         batch = self._batch(size, tp, recomputes, count)
@@ -150,7 +164,7 @@ class Estimator:
             cap_bytes=self.machine.memory_bytes - beside,
             resident_bytes=[per_byte * layer.parameter_bytes for layer in layers],
             flight_bytes=[layer.activation_bytes for layer in layers],
-            in_flight=[most for own in self._flights(*_shape(layout)) for ((_, most),) in own],
+            in_flight=[most for own in self._flights(_shape(layout)) for ((_, most),) in own],
             copy_bytes=[0.0] * len(layers),
             num_copies=[0] * layout.mesh.pp,
         )
@@ -193,7 +207,7 @@ class Estimator:
         host = count * layout.stages_per_rank * machine.stage_seconds
         compute = max(*busy, sum(busy) / len(busy) * machine.crowding + host)
         cost, boundary = batch.step.of_stages(layout.partition), self._boundary_bytes(layout)
-        alone = max(compute, self._makespan(cost, *shape) + max(updates))
+        alone = max(compute, self._makespan(cost, shape) + max(updates))
         inside = inside_layers(machine, layout, self.costs)
         # A message inside of layers, and the host's time, on each stage.
         extra = (inside.seconds / layout.num_stages + machine.stage_seconds) / 2
@@ -203,7 +217,7 @@ class Estimator:
             backward_seconds=tuple(seconds + extra for seconds in cost.backward_seconds),
             transfer_seconds=machine.link(layout.mesh, "pp", MessageKind.SEND).seconds(boundary),
         )
-        later = max(compute, self._makespan(slower, *shape) + max(updates)) - alone
+        later = max(compute, self._makespan(slower, shape) + max(updates)) - alone
         num_units = max(len(part.sizes) for part in parts) + layout.stages_per_rank
         waits = batch_to_ranks(machine, layout, self.costs.sample_bytes)
         waits |= along_data(machine, layout, max(parameters), num_units, num_gathers=1)
@@ -243,7 +257,7 @@ class Estimator:
             yield memory_of_rank(self.costs, layout, sizes, kept[0] + again, needs[0])
             return
         parts, boundary = self._parts(layout), self._boundary_bytes(layout)
-        of_ranks = zip(parts, self._flights(*_shape(layout)), strict=True)
+        of_ranks = zip(parts, self._flights(_shape(layout)), strict=True)
         for rank, (part, flights) in enumerate(of_ranks):
             most = max(sum(n * kept[s] for s, n in counts) for counts in flights)
             need = max(needs[stage] for counts in flights for stage, _ in counts)
@@ -264,7 +278,16 @@ def _key(layout: Layout) -> _Key:
     return layout.microbatch_size, layout.mesh.tp, layout.recomputes, count
 
 
-def _shape(layout: Layout) -> tuple[str, int, int, int]:
-    """Returns what a schedule depends on."""
+def _shape(layout: Layout) -> _Shape:
     sizes = (layout.num_stages, layout.num_microbatches, layout.stages_per_rank)
     return layout.schedule, *sizes
+
+
+def _build(shape: _Shape) -> Schedule:
+    name, num_stages, num_microbatches, stages_per_rank = shape
+    return build_schedule(
+        name,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        stages_per_rank=stages_per_rank,
+    )
