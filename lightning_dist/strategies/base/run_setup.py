@@ -146,7 +146,12 @@ class RunSetup(LayoutFreeCheckpoints):
                 on_train_end=self.end_training,
                 on_train_epoch_start=self.begin_epoch,
             ),
-            stop_training_together(trainer, self.joint_decision, post=self.guard.stop.post),
+            stop_training_together(
+                trainer,
+                self.joint_decision,
+                post=self.guard.stop.post,
+                end_batch=self.end_batch,
+            ),
         )
 
     def connect_evaluation(self, trainer: pl.Trainer) -> None:
@@ -243,6 +248,9 @@ class RunSetup(LayoutFreeCheckpoints):
 
     def begin_epoch(self) -> None:
         """Called before the callbacks' ``on_train_epoch_start``."""
+
+    def end_batch(self) -> None:
+        """Called after each training batch, before a validation."""
 
     def before_validation(self) -> None:
         """Called before each validation inside of ``fit``."""

@@ -210,3 +210,8 @@ class DataParallelStrategy(RunSetup):
         self.seed_data_rank(reading=False)
         with self.precision_plugin.train_step_context():
             return self.module.training_step(*args, **kwargs)
+
+    @override
+    def end_batch(self) -> None:
+        if self._lengths is not None:
+            self._lengths.end_batch()

@@ -91,7 +91,11 @@ def stop_evaluations_together(
 
 
 def stop_training_together(
-    trainer: pl.Trainer, joint: Callable[..., JointDecision], *, post: Callable[[int], Posted]
+    trainer: pl.Trainer,
+    joint: Callable[..., JointDecision],
+    *,
+    post: Callable[[int], Posted],
+    end_batch: Callable[[], None],
 ) -> Undo:
     """Replaces a rank's own decisions in Lightning's loops by joint decisions of all ranks.
 
@@ -103,10 +107,12 @@ def stop_training_together(
         trainer: The trainer, set up to fit.
         joint: Creates this rank's part in a recurring decision. Collective.
         post: Posts a vote behind a batch, together with the vote before the next batch.
+        end_batch: Called after each training batch, before a validation.
     """
     stop = joint(post)
 
     def decide() -> None:
+        end_batch()
         if lightning_internals.can_stop_early(trainer):
             trainer.should_stop = stop.at_boundary(trainer.should_stop)
 

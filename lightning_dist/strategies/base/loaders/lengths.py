@@ -5,8 +5,8 @@ for their gradients, and in an evaluation where ranks compute a forward together
 replicas may differ, for their metrics alone tie them, unless a step combines a value of all
 replicas. Known lengths are compared when loaders have been set up. Of a loader of unknown length
 Lightning reads one batch ahead. So the ranks tell each other before each batch whether it is the
-last. A training loader that ends before its ``__len__`` is found at its end: the rank leaves a
-note, and checks whether all others have left one.
+last, and in training hear of it during the step. A training loader that ends before its ``__len__``
+is found at its end: the rank leaves a note, and checks whether all others have left one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.comms.store_notes import RankNotes
@@ -48,6 +50,7 @@ class LoaderEnds:
         self._advice = advice
         self._telling: dist.ProcessGroup | None = None  # ranks that tell each other
         self._num_begun = 0
+        self._pending: tuple[dist.Work, list[Tensor]] | None = None
 
     def begin_batch(self, *, is_last: bool) -> None:
         """Tells the others whether this batch is the rank's last. Collective, before the step.
@@ -55,20 +58,33 @@ class LoaderEnds:
         Raises:
             ValueError: Some loaders end here, and others go on.
         """
+        self._post_batch(is_last=is_last)
+        self._check()
+
+    def _post_batch(self, *, is_last: bool) -> None:
         self._num_begun += 1
-        self._tell(_Left.LAST if is_last else _Left.MORE)
+        self._post(_Left.LAST if is_last else _Left.MORE)
 
     def _end_epoch(self) -> None:
         if self._num_begun == 0:
-            self._tell(_Left.NONE)
+            self._post(_Left.NONE)
+            self._check()
         self._num_begun = 0
 
-    def _tell(self, left: _Left) -> None:
+    def _post(self, left: _Left) -> None:
         if self._telling is None:
             return
         own = torch.tensor([left], dtype=torch.int32)
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._telling))]
-        dist.all_gather(everyone, own, group=self._telling)
+        work = dist.all_gather(everyone, own, group=self._telling, async_op=True)
+        assert work is not None
+        self._pending = work, everyone
+
+    def _check(self) -> None:
+        if self._telling is None or self._pending is None:
+            return
+        (work, everyone), self._pending = self._pending, None
+        work.wait()
         numbers = [int(number) for number in everyone]
         if len(set(numbers)) > 1:
             ranks = dist.get_process_group_ranks(self._telling)
@@ -112,6 +128,20 @@ class TrainingLengths(LoaderEnds):
             )
         self._telling = self._group if any(unknown for _, unknown in everyone) else None
         self._num_begun = 0
+
+    @override
+    def begin_batch(self, *, is_last: bool) -> None:
+        self._post_batch(is_last=is_last)
+        if self._num_begun == 1:  # a rank without a batch comes to no end of one
+            self._check()
+
+    def end_batch(self) -> None:
+        """Checks what :meth:`begin_batch` has told, which has come during the step.
+
+        Raises:
+            ValueError: Some loaders end here, and others go on.
+        """
+        self._check()
 
     def end_epoch(self, trainer: pl.Trainer) -> None:
         """Checks how a training epoch has ended, before this rank waits for others.
@@ -229,7 +259,8 @@ class EvaluationLengths(LoaderEnds):
         everyone = self._everyone()
         if self._is_unknown and self._runs_whole_steps and self._telling is not everyone:
             self._telling = everyone
-            self._tell(_Left.LAST if self._is_last else _Left.MORE)
+            self._post(_Left.LAST if self._is_last else _Left.MORE)
+            self._check()
 
     def _error(self, tie: str, advice: str) -> ValueError:
         shown: list[Any] = [of[0] if len(of) == 1 else of for of in self._lengths]
