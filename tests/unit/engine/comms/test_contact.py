@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_dist.engine.comms import meeting
+from lightning_dist.engine.comms import contact
 from lightning_dist.engine.comms.contact import (
     ContactError,
     await_port,
@@ -35,7 +35,7 @@ def silent() -> Iterator[int]:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("EARLY_SECONDS", "_PROBE_SECONDS", "_HANDSHAKE_SECONDS"):
-        monkeypatch.setattr(meeting, name, 0.2)
+        monkeypatch.setattr(contact, name, 0.2)
 
 
 def test_a_port_at_which_nothing_listens_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
