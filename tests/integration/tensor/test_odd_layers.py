@@ -217,6 +217,7 @@ def test_what_a_validation_has_let_in_is_not_trained_with(workers: WorkerPool) -
 
 def case_unknown_token(token: int) -> str:
     dist.init_process_group("gloo")
+    dist.barrier()  # else one rank may end while the other still connects
     model, mesh = Model(Attention), init_device_mesh("cpu", (2,))
     TensorParallelModule(model, resolve_plan(model, {"tokens": "vocab"}), mesh)
     with pytest.raises(IndexError) as error:
