@@ -27,7 +27,7 @@ from lightning_dist.engine.parallelize.composition import Parallelism, paralleli
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
-from lightning_dist.strategies.mesh_runtime import checks
+from lightning_dist.strategies.mesh_runtime import replica_checks
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_replicas
 from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
 
@@ -106,9 +106,9 @@ class DDPStrategy(LocalReplicas):
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
         )
-        checks.check_exchange(self._exchange, local)
+        replica_checks.check_exchange(self._exchange, local)
         if uneven_inputs:
-            checks.check_uneven(self._exchange, local)
+            replica_checks.check_uneven(self._exchange, local)
         self._uneven_inputs = uneven_inputs
         self._uneven: UnevenInputs | None = None
 
@@ -130,7 +130,7 @@ class DDPStrategy(LocalReplicas):
     @override
     def check_run(self, trainer: pl.Trainer) -> None:
         super().check_run(trainer)
-        checks.check_compressible(self.module, self._exchange.compression)
+        replica_checks.check_compressible(self.module, self._exchange.compression)
 
     @override
     def place_model(self, trainer: pl.Trainer) -> None:
@@ -164,7 +164,9 @@ class DDPStrategy(LocalReplicas):
     def open_session(self, trainer: pl.Trainer) -> None:
         super().open_session(trainer)
         if self._uneven_inputs and self.is_fitting:
-            checks.check_uneven_module(self.module, has_layer_sync=self._layer_sync is not None)
+            replica_checks.check_uneven_module(
+                self.module, has_layer_sync=self._layer_sync is not None
+            )
             timeout = timedelta(seconds=self.timeout_seconds)
             self._uneven = UnevenInputs(self.module, self.data_group, timeout)
 

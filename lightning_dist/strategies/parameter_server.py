@@ -49,7 +49,7 @@ from lightning_dist.strategies.base.model_checks import (
     check_learning_rates,
 )
 from lightning_dist.strategies.base.rank_view import RankView
-from lightning_dist.strategies.mesh_runtime import checks
+from lightning_dist.strategies.mesh_runtime import replica_checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 
 
@@ -155,13 +155,13 @@ class ParameterServerStrategy(DataParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        checks.check_served_optimizers(self.optimizers, self._options.num_servers)
+        replica_checks.check_served_optimizers(self.optimizers, self._options.num_servers)
 
     @override
     def open_session(self, trainer: pl.Trainer) -> None:
         if not self.is_fitting:
             return
-        checks.check_no_loss_scale(self.precision_plugin)
+        replica_checks.check_no_loss_scale(self.precision_plugin)
         self._living, self._survivors = tuple(range(self.world_size)), {}
         there, back = (
             self.group(*self.mesh.sizes, purpose=purpose, timeout=NEVER)
@@ -260,7 +260,7 @@ class ParameterServerStrategy(DataParallelStrategy):
             dist.gather_object(part, parts if self.is_global_zero else None, dst=0, group=group)
         if not self.is_global_zero:
             return state
-        checks.check_servers_agree(optimizer, [own for _, own in parts if own is not None])
+        replica_checks.check_servers_agree(optimizer, [own for _, own in parts if own is not None])
         whole = {key: value for own, _ in reversed(parts) for key, value in own.items()}
         return {**state, "state": whole}
 

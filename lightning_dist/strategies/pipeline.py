@@ -53,8 +53,8 @@ from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.base.run_setup import StepContext
-from lightning_dist.strategies.mesh_runtime.checks import check_whole
 from lightning_dist.strategies.mesh_runtime.first_call import first_call
+from lightning_dist.strategies.mesh_runtime.replica_checks import check_whole
 from lightning_dist.strategies.pipelining import checks
 from lightning_dist.strategies.pipelining.movable_layers import MovableLayers
 from lightning_dist.strategies.pipelining.session import Session

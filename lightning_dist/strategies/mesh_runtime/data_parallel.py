@@ -31,7 +31,7 @@ from lightning_dist.strategies.base.loaders.lengths import EvaluationLengths, Tr
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.base.model_checks import check_own_averages
 from lightning_dist.strategies.base.run_setup import RunSetup
-from lightning_dist.strategies.mesh_runtime import checks
+from lightning_dist.strategies.mesh_runtime import replica_checks
 from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
 from lightning_dist.strategies.mesh_runtime.synced_batch_norm import (
     ReplicaSyncBatchNorm,
@@ -69,8 +69,8 @@ class DataParallelStrategy(RunSetup):
 
     @override
     def check_run(self, trainer: pl.Trainer) -> None:
-        checks.check_whole(self.module)
-        checks.check_module(self.module, self.group(*self.mesh.sizes))
+        replica_checks.check_whole(self.module)
+        replica_checks.check_module(self.module, self.group(*self.mesh.sizes))
 
     def check_steps_apart(self, trainer: pl.Trainer) -> None:
         """Checks that no step of this rank needs another rank's."""

@@ -39,7 +39,8 @@ from lightning_dist.engine.tensors.patch import replace_method, user_state_kept
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.rank_view import RankView
-from lightning_dist.strategies.mesh_runtime import checks
+from lightning_dist.strategies.mesh_runtime import checks, replica_checks
+from lightning_dist.strategies.mesh_runtime.hook_check import check_hooks
 from lightning_dist.strategies.mesh_runtime.kept_sharding import KeptSharding, find_sharding
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_rounds
 from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
@@ -210,13 +211,13 @@ class ShardedPlacement(LocalReplicas):
         return sharded
 
     def _shard(self) -> ShardedModule:
-        checks.check_module(self.module, self.world_group)
+        replica_checks.check_module(self.module, self.world_group)
         if self.replicates(self.mesh):
-            checks.check_whole(self.module)
+            replica_checks.check_whole(self.module)
         else:
             checks.check_shardable(self.module, self._policy.is_manual)
             if self.has_units:
-                checks.check_hooks(self.module)
+                check_hooks(self.module)
         if self.mesh.pp > 1 or self.mesh.tp > 1:
             checks.check_automatic(self.module)
         early = EarlyParameters(self.module)

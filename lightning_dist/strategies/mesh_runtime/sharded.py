@@ -38,6 +38,7 @@ from lightning_dist.strategies.base.model_checks import (
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.run_setup import StepContext
 from lightning_dist.strategies.mesh_runtime import checks
+from lightning_dist.strategies.mesh_runtime.hook_check import HookCheck
 from lightning_dist.strategies.mesh_runtime.placement import ShardedPlacement
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 from lightning_dist.strategies.pipelining.checks import check_trainer, one_optimizer
@@ -49,7 +50,7 @@ class ShardedStrategy(ShardedPlacement):
     """Base class; see the module's docstring."""
 
     _is_accumulating = False
-    _hook_check: checks.HookCheck | None = None
+    _hook_check: HookCheck | None = None
 
     # --- the model ---------------------------------------------------------------------------
 
@@ -80,7 +81,7 @@ class ShardedStrategy(ShardedPlacement):
             self._undo += (reduce_metrics_over(self.module.modules(), self.data_group),)
         if self.is_fitting and self.sharded.is_sharded:
             reduces_each = self._shard_config.sync_every_microstep
-            self._hook_check = checks.HookCheck(self.module, reduces_each=reduces_each)
+            self._hook_check = HookCheck(self.module, reduces_each=reduces_each)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from lightning_dist.engine.data_parallel.missing_gradients import check_gradients, some_names
-from lightning_dist.strategies.mesh_runtime.checks import check_compressible
+from lightning_dist.strategies.mesh_runtime.replica_checks import check_compressible
 
 
 def test_eight_names_are_listed_and_more_are_hinted_at() -> None:

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from lightning_dist import FSDPStrategy
-from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.checks import check_reshard, keeps_parameters
 
 
@@ -33,21 +30,3 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_a_refused_resharding_names_what_is_possible(shard_size: int, choices: str) -> None:
     with pytest.raises(ValueError, match=rf"use one of \[{choices}\]\."):
         check_reshard(4, shard_size)
-
-
-def test_buffers_in_another_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "gather_objects", lambda own, _: [own, of_other(own)])
-
-    def of_other(own: Any) -> Any:
-        if isinstance(own, bytes):
-            return b""
-        parameter, *buffers = own.items()
-        return dict([parameter, *reversed(buffers)])
-
-    module, group = nn.Module(), cast(Any, None)
-    module.weight = nn.Parameter(torch.zeros(1))
-    for name in "ab":
-        module.register_buffer(name, torch.zeros(1))
-    message = "The buffer number 0 is 'a' on rank 0 and 'b' on rank 1."
-    with pytest.raises(ValueError, match=message):
-        checks.check_module(module, group)

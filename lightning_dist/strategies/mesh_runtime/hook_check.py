@@ -1,0 +1,69 @@
+"""Refuse hooks on gradients of sharded parameters, which would not run as on one device.
+
+Each check raises ``ValueError``.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_dist.engine.sharding.fully_shard import is_indivisible
+from lightning_dist.engine.tensors.dtensor import is_dtensor
+from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_hooks
+
+
+def check_hooks(module: pl.LightningModule) -> None:
+    """Checks that no hook waits for the gradient of a parameter that FSDP2 replaces."""
+    for name, parameter in module.named_parameters():
+        before, behind = gradient_hooks_of(parameter)
+        if before or (behind and not is_dtensor(parameter)):
+            _refuse_hook(name, "which its shards or replicas would not call")
+
+
+class HookCheck:
+    """Refuses hooks that are added to sharded parameters, and would not run as on one device.
+
+    Args:
+        reduces_each: Whether each backward of an update reduces gradients.
+    """
+
+    def __init__(self, module: pl.LightningModule, *, reduces_each: bool) -> None:
+        self._module = module
+        self._reduces_each = reduces_each
+        self._own = list(module.named_parameters())
+        self._shards = [(name, p) for name, p in self._own if not is_indivisible(p)]
+        self._left_whole = [(name, p) for name, p in self._own if is_indivisible(p)]
+        self._gathered: list[tuple[str, nn.Parameter]] | None = None
+
+    def check(self, *, accumulating: bool) -> None:
+        """Checks the hooks between a step's forward and its backward."""
+        if self._gathered is None:
+            # The parameters that the root has gathered for a step; the same tensors in each step.
+            own = {id(parameter) for _, parameter in self._own}
+            found = self._module.named_parameters()
+            self._gathered = [(name, p) for name, p in found if id(p) not in own]
+        for name, parameter in self._shards:
+            if has_gradient_hooks(parameter):
+                before, behind = gradient_hooks_of(parameter)
+                if before:
+                    _refuse_hook(name, "which no backward calls, for it is sharded")
+                if behind and accumulating and not self._reduces_each:
+                    _refuse_hook(
+                        name,
+                        "which each backward would call on one device, and sharded gradients are"
+                        " complete once for several; `sync_every_microstep=True` completes each",
+                    )
+        hooked = [name for name, p in self._left_whole if has_gradient_hooks(p)]
+        for name in [*hooked, *(n for n, p in self._gathered if gradient_hooks_of(p)[0])]:
+            _refuse_hook(name, "which sees this rank's gradient, before ranks combine theirs")
+
+
+def _refuse_hook(name: str, reason: str) -> NoReturn:
+    raise ValueError(
+        f"The parameter {name!r} has a hook, {reason}. Change gradients in"
+        " `on_before_optimizer_step` or `configure_gradient_clipping`, where `parameter.grad` is a"
+        " DTensor; or use DDPStrategy."
+    )
