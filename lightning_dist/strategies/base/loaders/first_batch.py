@@ -21,7 +21,8 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_dist.strategies.base.lightning_loaders import LoaderProxy, request_loaders
+from lightning_dist.strategies.base.lightning_loaders import request_loaders
+from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 from lightning_dist.strategies.base.loaders.sample_lists import mark_first
 
 

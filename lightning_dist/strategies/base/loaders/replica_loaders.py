@@ -25,7 +25,8 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.comms.replica_channel import Event, Reading, ReplicaChannel
-from lightning_dist.strategies.base.lightning_loaders import LoaderProxy, is_iterated_by_loop
+from lightning_dist.strategies.base.lightning_loaders import is_iterated_by_loop
+from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 
 _KEY = "lightning_dist_loaders"
 _LIGHTNINGS = "combined_loader"

@@ -18,7 +18,8 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist.engine.tensors.rng import RandomStream
-from lightning_dist.strategies.base.lightning_loaders import LoaderProxy, copy_of_loader
+from lightning_dist.strategies.base.lightning_loaders import copy_of_loader
+from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 
 Stream = Callable[[], RandomStream]
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.data_parallel.missing_gradients import zero_loss
-from lightning_dist.strategies.base.lightning_loaders import LoaderProxy
+from lightning_dist.strategies.base.loaders.loader_proxy import LoaderProxy
 
 
 class ProlongedLoader(LoaderProxy):
