@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeAlias
 
 import torch
@@ -107,6 +107,28 @@ def replace_method(owner: object, name: str, method: Callable[..., Any]) -> Undo
         undo = partial(delattr, owner, name)
     setattr(owner, name, method)
     return undo
+
+
+def surround_method(
+    owner: object,
+    name: str,
+    *,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> Undo:
+    """Calls functions before and after a method of one object; see :func:`replace_method`."""
+    own = getattr(owner, name)
+
+    @wraps(own)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        result = own(*args, **kwargs)
+        if after is not None:
+            after()
+        return result
+
+    return replace_method(owner, name, method)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_dist.engine.tensors.patch import Undo, replace_method
+from lightning_dist.engine.tensors.patch import Undo, replace_method, surround_method
 from lightning_dist.strategies.base.lightning_internals import callbacks_of, set_callbacks
 
 
@@ -69,6 +69,33 @@ def add_first_callback(trainer: pl.Trainer, callback: pl.Callback) -> Undo:
     """Adds a callback before those of a trainer."""
     set_callbacks(trainer, [callback, *callbacks_of(trainer)])
     return lambda: set_callbacks(trainer, [c for c in callbacks_of(trainer) if c is not callback])
+
+
+def drain_before_validation(module: pl.LightningModule, drain: Callable[[], None]) -> Undo:
+    """Drains before each validation inside of ``fit``, which needs final weights.
+
+    An asynchronous pipeline has batches in flight, and the replicas of local SGD differ. The module
+    must still be in training mode, or a backward that recomputes activations would do so without
+    dropout. Lightning's first hook then is ``on_validation_model_zero_grad``, which it leaves out
+    while gradients accumulate, and the next one ``on_validation_model_eval``.
+    """
+    trainer = module.trainer
+    batches = trainer.fit_loop.epoch_loop
+    drained_at = -1
+
+    def first() -> None:
+        nonlocal drained_at
+        drain()
+        drained_at = batches.total_batch_idx
+
+    def second() -> None:
+        if not trainer.sanity_checking and drained_at != batches.total_batch_idx:
+            drain()
+
+    with ExitStack() as undo:
+        undo.callback(surround_method(module, "on_validation_model_zero_grad", before=first))
+        undo.callback(surround_method(module, "on_validation_model_eval", before=second))
+        return undo.pop_all().close
 
 
 def is_overridden_by_user(names: Collection[str], module: pl.LightningModule) -> bool:

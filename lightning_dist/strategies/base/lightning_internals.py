@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_dist.engine.tensors.patch import Undo, replace_method
+from lightning_dist.engine.tensors.patch import Undo, replace_method, surround_method
 
 SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int
 
@@ -56,14 +56,8 @@ def replace_sigterm_protocol(trainer: pl.Trainer, before_batch: Callable[[], Non
     undo.callback(replace_method(connector, notifier, lambda *_: None))
     if trainer.world_size > 1:
         undo.callback(replace_method(loop, broadcast, before_batch))
-        return undo.close
-    advance = loop.advance  # a single process broadcasts nothing
-
-    def advance_from_boundary(fetcher: Any) -> None:
-        before_batch()
-        advance(fetcher)
-
-    undo.callback(replace_method(loop, "advance", advance_from_boundary))
+    else:  # a single process broadcasts nothing
+        undo.callback(surround_method(loop, "advance", before=before_batch))
     return undo.close
 
 

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_dist.engine.tensors.patch import Undo, replace_method
+from lightning_dist.engine.tensors.patch import Undo, surround_method
 
 CombinedMode: TypeAlias = Literal["max_size_cycle", "sequential"]
 
@@ -135,9 +135,8 @@ def resume_early_loader(trainer: pl.Trainer) -> Undo:
     and reads the epoch from its beginning.
     """
     loop = trainer.fit_loop
-    set_up = loop.setup_data
 
-    def resume_and_set_up() -> None:
+    def resume() -> None:
         early, fetcher = loop._combined_loader, loop._data_fetcher
         if loop.restarting and early is not None and loop._combined_loader_states_to_load:
             assert fetcher is not None
@@ -145,9 +144,8 @@ def resume_early_loader(trainer: pl.Trainer) -> Undo:
             for loader in early.flattened:
                 set_sampler_epoch(trainer, loader)
             iter(fetcher)
-        set_up()
 
-    return replace_method(loop, "setup_data", resume_and_set_up)
+    return surround_method(loop, "setup_data", before=resume)
 
 
 def batches_read(trainer: pl.Trainer) -> tuple[int, int | None, bool]:

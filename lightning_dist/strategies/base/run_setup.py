@@ -38,10 +38,9 @@ from lightning_dist.engine.splitting.tracing.split import is_traced
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import Undo, replace_method
 from lightning_dist.engine.tensors.rng import first_ranks_numbers, random_state_kept
-from lightning_dist.strategies.base.callback_order import order_callbacks
+from lightning_dist.strategies.base.callback_order import drain_before_validation, order_callbacks
 from lightning_dist.strategies.base.clipping import ClipGradNorm, clip_whole_gradient
 from lightning_dist.strategies.base.ending.stopping import (
-    drain_before_validation,
     stop_evaluations_together,
     stop_training_together,
 )

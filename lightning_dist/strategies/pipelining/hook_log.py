@@ -11,7 +11,7 @@ never under an asynchronous schedule, for stages are at different batches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import chain
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.tensors.dtensor import whole
-from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.engine.tensors.patch import replace_method, surround_method
 from lightning_dist.strategies.base.callback_order import add_first_callback, is_overridden_by_user
 from lightning_dist.strategies.base.lightning_internals import as_of_hook, hook_of
 from lightning_dist.strategies.pipelining.step_log import reduction_of
@@ -104,7 +104,7 @@ class HookLog:
             exchange = LambdaCallback(on_train_batch_end=lambda *_: self.exchange())
             self._undo.append(add_first_callback(module.trainer, exchange))
         names = (*_BEHIND_BATCH * behind_batch, *_BEHIND_EPOCH)
-        self._undo += [replace_method(module, name, self._before_exchange(name)) for name in names]
+        self._undo += [surround_method(module, name, after=self.exchange) for name in names]
 
     def close(self) -> None:
         """Restores the module's methods."""
@@ -130,17 +130,6 @@ class HookLog:
         count = torch.tensor([len(self._kept)], dtype=torch.int32)
         dist.all_reduce(count, group=self._stages)
         return bool(count.item())
-
-    def _before_exchange(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._module, name)
-
-        @wraps(method)
-        def hook(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
-            self.exchange()
-            return result
-
-        return hook
 
     def _keep(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         hook = hook_of(self._module)

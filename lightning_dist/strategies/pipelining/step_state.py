@@ -22,9 +22,9 @@ import io
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.fingerprints import fingerprint, projection
-from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.engine.tensors.patch import surround_method
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.pipelining.python_state import (
     attributes_of,
@@ -101,7 +101,7 @@ class StepState:
         ends: Any = dict.fromkeys(_ENDS, lambda *_: self.share())
         self._undo = [add_first_callback(module.trainer, LambdaCallback(**ends))]
         for name in _ENDS:  # a learning rate finder takes the callbacks away
-            self._undo.append(replace_method(module, name, self._sharing(getattr(module, name))))
+            self._undo.append(surround_method(module, name, before=self.share))
 
     def check_frozen(self) -> None:
         """Checks that no parameter outside of the layers is trained by now.
@@ -121,14 +121,6 @@ class StepState:
         """Ends the sending."""
         while self._undo:  # a cycle with the group could be freed in a forked process, and wait
             self._undo.pop()()
-
-    def _sharing(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(hook)
-        def shared(*args: Any, **kwargs: Any) -> Any:
-            self.share()
-            return hook(*args, **kwargs)
-
-        return shared
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

@@ -24,39 +24,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.comms.votes import JointDecision, Posted
-from lightning_dist.engine.tensors.patch import Undo, replace_method
+from lightning_dist.engine.tensors.patch import Undo, replace_method, surround_method
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.ending.run_guard import RunGuard
 
 _SKIP = -1  # Lightning's value for it
-
-
-def drain_before_validation(module: pl.LightningModule, drain: Callable[[], None]) -> Undo:
-    """Drains before each validation inside of ``fit``, which needs final weights.
-
-    An asynchronous pipeline has batches in flight, and the replicas of local SGD differ. The module
-    must still be in training mode, or a backward that recomputes activations would do so without
-    dropout. Lightning's first hook then is ``on_validation_model_zero_grad``, which it leaves out
-    while gradients accumulate, and the next one ``on_validation_model_eval``.
-    """
-    trainer = module.trainer
-    batches = trainer.fit_loop.epoch_loop
-    drained_at = -1
-
-    def first() -> None:
-        nonlocal drained_at
-        drain()
-        drained_at = batches.total_batch_idx
-
-    def second() -> None:
-        if not trainer.sanity_checking and drained_at != batches.total_batch_idx:
-            drain()
-
-    with ExitStack() as undo:
-        undo.callback(_surround(module, "on_validation_model_zero_grad", before=first))
-        undo.callback(_surround(module, "on_validation_model_eval", before=second))
-        return undo.pop_all().close
 
 
 def stop_evaluations_together(
@@ -122,11 +95,11 @@ def stop_training_together(
 
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     undo = ExitStack()
-    undo.callback(_surround(batches, "on_advance_end", before=decide))
-    undo.callback(_surround(batches.val_loop, "run", after=settle))
-    undo.callback(_surround(batches, "on_run_start", after=settle))
-    undo.callback(_surround(epochs, "on_run_start", after=settle))
-    undo.callback(_surround(epochs, "on_advance_end", after=settle))
+    undo.callback(surround_method(batches, "on_advance_end", before=decide))
+    undo.callback(surround_method(batches.val_loop, "run", after=settle))
+    undo.callback(surround_method(batches, "on_run_start", after=settle))
+    undo.callback(surround_method(epochs, "on_run_start", after=settle))
+    undo.callback(surround_method(epochs, "on_advance_end", after=settle))
     module = trainer.lightning_module
     if is_overridden("on_train_batch_start", module):
         skip = joint()
@@ -138,29 +111,8 @@ def stop_training_together(
             return _SKIP if skip.at_boundary(response == _SKIP) else None
 
         undo.callback(replace_method(module, "on_train_batch_start", on_train_batch_start))
-        undo.callback(_surround(epochs, "on_advance_end", before=skip.forget))
+        undo.callback(surround_method(epochs, "on_advance_end", before=skip.forget))
     if lightning_internals.validates_by_the_clock(trainer):
         validate = joint()
         undo.callback(lightning_internals.change_validation_due(trainer, validate.at_boundary))
     return undo.close
-
-
-def _surround(
-    owner: object,
-    name: str,
-    before: Callable[[], None] | None = None,
-    after: Callable[[], None] | None = None,
-) -> Undo:
-    """Calls functions before and after a method of one object."""
-    own = getattr(owner, name)
-
-    @wraps(own)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before()
-        result = own(*args, **kwargs)
-        if after is not None:
-            after()
-        return result
-
-    return replace_method(owner, name, method)

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.comms.store_notes import RankNotes
-from lightning_dist.engine.tensors.patch import Undo, replace_method
+from lightning_dist.engine.tensors.patch import Undo, surround_method
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.lightning_internals import hook_of
 from lightning_dist.strategies.base.lightning_loaders import batches_read
@@ -203,13 +203,6 @@ class EvaluationLengths(LoaderEnds):
         ``setup_data`` is the last call that all ranks make: a rank without any batch skips the
         hooks. So known lengths are compared there, before the sanity check too.
         """
-        loop = self._loop
-        set_up = loop.setup_data
-
-        def set_up_and_compare() -> None:
-            set_up()
-            self._compare()
-
         callback = LambdaCallback(
             **{
                 f"on_{self._stage}_batch_start": lambda *_: self.begin_batch(is_last=self._is_last),
@@ -217,7 +210,7 @@ class EvaluationLengths(LoaderEnds):
             }
         )
         with ExitStack() as undo:
-            undo.callback(replace_method(loop, "setup_data", set_up_and_compare))
+            undo.callback(surround_method(self._loop, "setup_data", after=self._compare))
             undo.callback(add_first_callback(self._trainer, callback))
             return undo.pop_all().close
 

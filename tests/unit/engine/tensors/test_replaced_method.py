@@ -1,4 +1,4 @@
-from lightning_dist.engine.tensors.patch import replace_method
+from lightning_dist.engine.tensors.patch import replace_method, surround_method
 
 
 class Speaker:
@@ -25,3 +25,14 @@ def test_so_does_one_of_the_object() -> None:
     assert speaker.speak() == "another"
     first()
     assert speaker.speak() == "its own"
+
+
+def test_functions_are_called_before_and_after() -> None:
+    speaker, calls = Speaker(), list[str]()
+    undo = surround_method(
+        speaker, "speak", before=lambda: calls.append("in"), after=lambda: calls.append("out")
+    )
+    assert speaker.speak() == "its class's"
+    assert calls == ["in", "out"]
+    undo()
+    assert "speak" not in vars(speaker)
