@@ -57,8 +57,12 @@ from lightning_dist.strategies.mesh_runtime.first_call import first_call
 from lightning_dist.strategies.mesh_runtime.replica_checks import check_whole
 from lightning_dist.strategies.pipelining import checks
 from lightning_dist.strategies.pipelining.movable_layers import MovableLayers
+from lightning_dist.strategies.pipelining.results.staleness_log import (
+    DISCREPANCY,
+    STALENESS,
+    STASH_BYTES,
+)
 from lightning_dist.strategies.pipelining.session import Session
-from lightning_dist.strategies.pipelining.staleness_log import DISCREPANCY, STALENESS, STASH_BYTES
 from lightning_dist.strategies.pipelining.start_line import StartLine
 
 

@@ -27,7 +27,7 @@ from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders, read_first_batch
-from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
+from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCalls
 
 _STEPS: dict[TrainerFn | None, tuple[str, str]] = {
     TrainerFn.FITTING: ("training_step", "train_step_context"),

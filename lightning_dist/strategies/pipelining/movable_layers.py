@@ -37,7 +37,7 @@ from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.pipelining.session import Session
-from lightning_dist.strategies.pipelining.updates import StageUpdates
+from lightning_dist.strategies.pipelining.stage_updates import StageUpdates
 
 
 class MovableLayers(StageUpdates):

@@ -25,13 +25,13 @@ from lightning_dist.engine.tensors.patch import with_hooks
 from lightning_dist.strategies.base.clipping import norms_of_all_stages
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
-from lightning_dist.strategies.pipelining.hook_log import HookLog
 from lightning_dist.strategies.pipelining.outside_calls import OutsideCalls
-from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
-from lightning_dist.strategies.pipelining.stage_metrics import StageMetrics
-from lightning_dist.strategies.pipelining.staleness_log import DISCREPANCY, StalenessLog
+from lightning_dist.strategies.pipelining.results.hook_log import HookLog
+from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCalls
+from lightning_dist.strategies.pipelining.results.stage_metrics import StageMetrics
+from lightning_dist.strategies.pipelining.results.staleness_log import DISCREPANCY, StalenessLog
+from lightning_dist.strategies.pipelining.results.step_state import StepState
 from lightning_dist.strategies.pipelining.step_runner import StepRunner
-from lightning_dist.strategies.pipelining.step_state import StepState
 from lightning_dist.strategies.pipelining.updates import Updates
 
 

@@ -29,10 +29,10 @@ from lightning_dist.strategies.base.lightning_internals import (
 from lightning_dist.strategies.base.loaders.sample_lists import SampleLists
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 from lightning_dist.strategies.base.run_setup import StepContext
-from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCall, RankZeroCalls
-from lightning_dist.strategies.pipelining.stage_metrics import StageMetrics
-from lightning_dist.strategies.pipelining.step_log import BatchLog, StepLog
-from lightning_dist.strategies.pipelining.step_state import StepCounters, StepState
+from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCall, RankZeroCalls
+from lightning_dist.strategies.pipelining.results.stage_metrics import StageMetrics
+from lightning_dist.strategies.pipelining.results.step_log import BatchLog, StepLog
+from lightning_dist.strategies.pipelining.results.step_state import StepCounters, StepState
 
 _EVALUATION_STEPS = {
     RunningStage.SANITY_CHECKING: "validation_step",

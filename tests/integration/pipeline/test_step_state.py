@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_dist import MeshStrategy, PipelineStrategy
 from lightning_dist.checkpoint import load_full
-from lightning_dist.strategies.pipelining.hook_log import HookLog
-from lightning_dist.strategies.pipelining.rank_zero_calls import RankZeroCalls
-from lightning_dist.strategies.pipelining.step_state import StepState
+from lightning_dist.strategies.pipelining.results.hook_log import HookLog
+from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCalls
+from lightning_dist.strategies.pipelining.results.step_state import StepState
 from tests.helpers.networks.models import (
     Classifier,
     make_loader,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_dist.strategies.pipelining.step_log import StepLog
+from lightning_dist.strategies.pipelining.results.step_log import StepLog
 
 
 class Logging(L.LightningModule):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from lightning_dist.strategies.pipelining.step_log import GivenSize
+from lightning_dist.strategies.pipelining.results.step_log import GivenSize
 
 
 def cut(num_samples: int, most: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_dist.strategies.pipelining.hook_log import HookCall, merge_calls
+from lightning_dist.strategies.pipelining.results.hook_log import HookCall, merge_calls
 
 
 def call(hook: str, name: str, value: float, reduce_fx: str = "mean", number: int = 0) -> HookCall:

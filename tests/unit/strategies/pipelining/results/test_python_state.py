@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_dist.strategies.pipelining.python_state import (
+from lightning_dist.strategies.pipelining.results.python_state import (
     attributes_of,
     can_be_sent,
     mark,

@@ -39,7 +39,7 @@ from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.fingerprints import fingerprint, projection
 from lightning_dist.engine.tensors.patch import surround_method
 from lightning_dist.strategies.base.callback_order import add_first_callback
-from lightning_dist.strategies.pipelining.python_state import (
+from lightning_dist.strategies.pipelining.results.python_state import (
     attributes_of,
     can_be_sent,
     mark,

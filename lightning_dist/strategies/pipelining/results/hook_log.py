@@ -28,7 +28,7 @@ from lightning_dist.engine.tensors.dtensor import whole
 from lightning_dist.engine.tensors.patch import replace_method, surround_method
 from lightning_dist.strategies.base.callback_order import add_first_callback, is_overridden_by_user
 from lightning_dist.strategies.base.lightning_internals import as_of_hook, hook_of
-from lightning_dist.strategies.pipelining.step_log import reduction_of
+from lightning_dist.strategies.pipelining.results.step_log import reduction_of
 
 _IN_BATCH = (
     "on_train_batch_start",
