@@ -80,7 +80,13 @@ class StagedModule(ShardedModule):
     ) -> StartLine:
         """Begins a run, and returns the callback that describes the pipeline. Collective."""
         gradients = None if self.is_whole else self.gradients
-        wrapped = WrappedStages(self.root, gradients, self.wrap_step, self.reshard, self.begin_sums)
+        wrapped = WrappedStages(
+            layers=self.root,
+            gradients=gradients,
+            change_step=self.wrap_step,
+            reshard=self.reshard,
+            begin_sums=self.begin_sums,
+        )
         self.session = Session(
             strategy, self._split, self._config, complete_gradients, wrapped=wrapped
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dist.engine.pipeline.connect import connect
+from lightning_dist.engine.pipeline.connect import Channels, connect
 from lightning_dist.engine.pipeline.gradients import HeldGradients, ReplicaWeights
 from lightning_dist.engine.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.split import PipelineSplit
-from lightning_dist.engine.splitting.ties import find_ties
+from lightning_dist.engine.splitting.ties import Tie, find_ties
+from lightning_dist.engine.stashing.policy import Predict
 from lightning_dist.engine.tensors.patch import with_hooks
 from lightning_dist.strategies.base.clipping import norms_of_all_stages
 from lightning_dist.strategies.base.distributed import DistributedStrategy
@@ -54,9 +56,17 @@ class WrappedStages:
     reshard: Callable[[], None] = lambda: None
     begin_sums: Callable[[], None] = lambda: None
 
+    @property
+    def runs_hooks(self) -> bool:
+        """Whether parameters' hooks are to be run on a batch's gradients; else autograd has."""
+        return self.gradients is None
+
 
 class Session:
     """The parts of a pipeline during a run. Collective: every rank must create it.
+
+    The order in which parts are created is a protocol: all ranks follow it, and wait for each other
+    in some of its steps. If a step fails, what is open by then is closed.
 
     Args:
         complete_gradients: Called before each update with the rank's gradients in place.
@@ -84,64 +94,49 @@ class Session:
         logged: Collection[str] = (),
     ) -> None:
         module, mesh, device = strategy.module, strategy.mesh, strategy.root_device
-        pp_group, data_group = strategy.group("pp"), strategy.data_group
+
+        # 1. The groups, and what may refuse, before any stage waits for another.
+        stages, data_group = strategy.group("pp"), strategy.data_group
         gradient_group = strategy.group(*strategy.gradient_axes)
-        predict = config.prediction(optimizer)  # before the channels, for it may refuse
+        predict = config.prediction(optimizer)
         shape = config.shape(mesh, strategy.global_rank, split.layers_per_stage)
-        homes = shape.rank_of_stage
         ties = find_ties(split.layers, shape.layers_per_stage)
+
+        # 2. The channels, which all ranks of the world open together.
         self.channels = connect(
             mesh.groups("pp"),
             device,
             strategy.timeout_seconds,
-            rank_of_stage=homes,
-            holders={tie.ranks(homes) for tie in ties},
+            rank_of_stage=shape.rank_of_stage,
+            holders={tie.ranks(shape.rank_of_stage) for tie in ties},
             p2p_backend=config.p2p_backend(strategy.device_backend, device),
         )
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self.channels.close)
-            runs_hooks = wrapped.gradients is None  # once for each batch; otherwise autograd has
 
-            def change(name: str, gradient: Tensor) -> Tensor | None:
-                parameter = split.layers.module.get_parameter(name)
-                return with_hooks(parameter, gradient) if runs_hooks else gradient
-
-            self.tied = TiedSums(
-                ties, rank_of_stage=homes, rank=shape.rank, links=self.channels.ties, change=change
-            )
-            self.tied.share(dict(split.layers.module.named_parameters(remove_duplicate=False)))
-            half = half_precision_of(strategy.precision_plugin)
-            weights = None
-            if half is not None:
-                weights = half.leave_to_stages(split.layers, is_in_graph=not runs_hooks)
-            masters_dtype = None if weights is None else torch.float32
-            options = StageOptions(
-                weight_versions=config.weight_versions,
-                seed=strategy.seed,
-                device=device,
-                layers=wrapped.layers,
-                gradients=wrapped.gradients or (lambda _: HeldGradients(masters_dtype)),
-                predict=predict,
-                measure_discrepancy=DISCREPANCY in logged,
-                half=weights,
+            # 3. This rank's stages, when copies of a parameter have the same value on all stages.
+            self.tied = _share_tied(
+                ties, split, shape, self.channels, runs_hooks=wrapped.runs_hooks
             )
             self.pipeline = Pipeline(
                 split.layers,
                 shape,
                 self.channels.links,
-                options,
+                _stage_options(strategy, split, config, wrapped, predict, logged),
                 rank=strategy.global_rank,
                 on_complete=complete_early,
                 average_weight=ReplicaWeights(gradient_group).average,
                 shared=self.tied.names,
             )
             if_it_fails.callback(self.pipeline.detach)
+
+            # 4. What the last stage makes known to the others.
+            last_rank = dist.get_process_group_ranks(stages)[shape.rank_of_stage[-1]]
+            has_last = self.pipeline.stages.has_last
             self.staleness_log: StalenessLog | None = None
             if logged:
                 group = strategy.group("pp", purpose="staleness")
                 self.staleness_log = StalenessLog(module, self.pipeline, group, logged)
-            pp_ranks = dist.get_process_group_ranks(pp_group)
-            last_rank, has_last = pp_ranks[homes[-1]], self.pipeline.stages.has_last
             self.pipeline.stages.on_call = OutsideCalls(
                 strategy,
                 self.pipeline,
@@ -153,39 +148,28 @@ class Session:
             self._metrics = StageMetrics(
                 module,
                 pipelined,
-                pipeline_group=pp_group,
+                pipeline_group=stages,
                 data_group=data_group,
                 source=last_rank,
                 is_source=has_last,
             )
             outside = split.tensors_outside(module)
             self.step_state = StepState(
-                module, outside, pipelined, pp_group, last_rank, is_source=has_last
+                module, outside, pipelined, stages, last_rank, is_source=has_last
             )
-            # Rank 0 and the last stage see each other's ranks.
-            rank, with_first = strategy.global_rank, 0 in pp_ranks
-            seen = {0: last_rank, last_rank: 0}.get(rank, rank) if with_first else rank
-            calls = RankZeroCalls(
-                module,
-                is_source=with_first and rank == last_rank,
-                as_seen=partial(strategy.shown_as, seen),
-            )
+
+            # 5. The steps, and the updates that they bring.
             self.runner = StepRunner(
                 module,
                 self.pipeline,
                 self.channels,
                 self._metrics,
                 self.step_state,
-                calls,
+                _rank_zero_calls(strategy, stages, last_rank),
                 evaluation_microbatches=config.evaluation_microbatches(mesh.pp),
                 change_step=wrapped.change_step,
-                half=half,
+                half=half_precision_of(strategy.precision_plugin),
             )
-            elsewhere = partial(_counted_elsewhere, self.pipeline, self.tied)
-            norms: Callable[[], AbstractContextManager[None]]
-            norms = partial(norms_of_all_stages, pp_group, elsewhere)
-            if self.pipeline.asynchronous:  # stages update one after the other, by their own norms
-                norms = nullcontext
             self.updates = Updates(
                 module,
                 self.pipeline,
@@ -194,10 +178,12 @@ class Session:
                 begin_sums=wrapped.begin_sums,
                 complete_gradients=complete_gradients,
                 on_update=self.staleness_log.post if self.staleness_log else lambda: None,
-                norms=norms,
+                norms=_norms_in_hooks(self.pipeline, self.tied, stages),
                 rate_correction=config.rate_correction(shape),
             )
-            self._hook_log = HookLog(module, pp_group, asynchronous=self.pipeline.asynchronous)
+
+            # 6. The hooks' log, for which stages tell each other which hooks they have.
+            self._hook_log = HookLog(module, stages, asynchronous=self.pipeline.asynchronous)
             if_it_fails.pop_all()
 
     @property
@@ -215,6 +201,71 @@ class Session:
         self._metrics.detach()
         self.pipeline.detach()
         self.channels.close(failed=failed)
+
+
+def _share_tied(
+    ties: Sequence[Tie],
+    split: PipelineSplit,
+    shape: PipelineShape,
+    channels: Channels,
+    *,
+    runs_hooks: bool,
+) -> TiedSums:
+    """Gives copies of a parameter the same value. Collective: all stages must call it."""
+    layers = split.layers.module
+
+    def change(name: str, gradient: Tensor) -> Tensor | None:
+        return with_hooks(layers.get_parameter(name), gradient) if runs_hooks else gradient
+
+    tied = TiedSums(ties, shape.rank_of_stage, shape.rank, channels.ties, change)
+    tied.share(dict(layers.named_parameters(remove_duplicate=False)))
+    return tied
+
+
+def _stage_options(
+    strategy: DistributedStrategy,
+    split: PipelineSplit,
+    config: PipelineConfig,
+    wrapped: WrappedStages,
+    predict: Predict | None,
+    logged: Collection[str],
+) -> StageOptions:
+    half = half_precision_of(strategy.precision_plugin)
+    weights = None
+    if half is not None:
+        weights = half.leave_to_stages(split.layers, is_in_graph=not wrapped.runs_hooks)
+    masters_dtype = None if weights is None else torch.float32
+    return StageOptions(
+        weight_versions=config.weight_versions,
+        seed=strategy.seed,
+        device=strategy.root_device,
+        layers=wrapped.layers,
+        gradients=wrapped.gradients or (lambda _: HeldGradients(masters_dtype)),
+        predict=predict,
+        measure_discrepancy=DISCREPANCY in logged,
+        half=weights,
+    )
+
+
+def _rank_zero_calls(
+    strategy: DistributedStrategy, stages: dist.ProcessGroup, last_rank: int
+) -> RankZeroCalls:
+    """Lets rank 0 and the last stage of its replica see each other's ranks in steps."""
+    rank, with_first = strategy.global_rank, 0 in dist.get_process_group_ranks(stages)
+    seen = {0: last_rank, last_rank: 0}.get(rank, rank) if with_first else rank
+    return RankZeroCalls(
+        strategy.module,
+        is_source=with_first and rank == last_rank,
+        as_seen=partial(strategy.shown_as, seen),
+    )
+
+
+def _norms_in_hooks(
+    pipeline: Pipeline, tied: TiedSums, stages: dist.ProcessGroup
+) -> Callable[[], AbstractContextManager[None]]:
+    if pipeline.asynchronous:  # stages update one after the other, by their own norms
+        return nullcontext
+    return partial(norms_of_all_stages, stages, partial(_counted_elsewhere, pipeline, tied))
 
 
 def _counted_elsewhere(pipeline: Pipeline, tied: TiedSums) -> list[nn.Parameter]:

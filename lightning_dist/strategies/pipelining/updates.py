@@ -49,7 +49,7 @@ class Updates:
         complete_gradients: Callable[[], None],
         on_update: Callable[[], None],
         norms: Callable[[], AbstractContextManager[None]],
-        rate_correction: RateCorrection | None = None,
+        rate_correction: RateCorrection | None,
     ) -> None:
         self._module = module
         self._pipeline = pipeline
