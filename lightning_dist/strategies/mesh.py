@@ -122,14 +122,12 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         super().end_training()
         session = self.sharded.session
         if session is not None:
-            everyone = self.group(*self.mesh.sizes)
-            self._measurements = gather_measurements(session.pipeline, everyone, self.mesh)
+            self._measurements = gather_measurements(session.pipeline, self.world_group, self.mesh)
 
     @override
     def print_summary(self) -> None:
         super().print_summary()
-        everyone = self.group(*self.mesh.sizes)
-        table = gather_rank_table(self.module, self.mesh, self.sharded.layers, everyone)
+        table = gather_rank_table(self.module, self.mesh, self.sharded.layers, self.world_group)
         if table.num_hosts > 1:
             rank_zero_info(str(table))
 

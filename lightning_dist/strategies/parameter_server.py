@@ -299,6 +299,11 @@ class ParameterServerStrategy(DataParallelStrategy):
 
     # --- workers that are lost ---------------------------------------------------------------
 
+    @property
+    def _has_lost(self) -> bool:
+        """Whether workers of this run were lost."""
+        return len(self._living) not in (0, self.world_size)
+
     @override
     def outlives(self, failure: Failure) -> bool:
         is_lost = not failure.details and failure.unanswering is None
@@ -337,7 +342,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         self, backend: str, axes: tuple[str, ...], purpose: str, timeout: timedelta | None = None
     ) -> dist.ProcessGroup:
         is_alone = all(self.mesh.sizes[axis] == 1 for axis in axes)
-        if is_alone or len(self._living) in (0, self.world_size):
+        if is_alone or not self._has_lost:
             return super()._group(backend, axes, purpose, timeout)
         key = backend, purpose
         if key not in self._survivors:
@@ -349,5 +354,4 @@ class ParameterServerStrategy(DataParallelStrategy):
 
     @override
     def end_run(self, *, failed: bool) -> None:
-        has_lost = len(self._living) not in (0, self.world_size)
-        super().end_run(failed=failed or has_lost)
+        super().end_run(failed=failed or self._has_lost)

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
-from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
+from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
@@ -241,7 +241,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self.model_to_device()
         lightning_internals.move_optimizers(self.optimizers, self.root_device)
         state = [*self.module.parameters(), *self.module.buffers()]
-        broadcast_state(state, self.device_group(*DATA_AXES))
+        broadcast_state(state, self.data_device_group)
         broadcast_state(self._split.tensors_outside(self.module), self.device_group("pp"))
 
     @override
@@ -289,6 +289,4 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         super().end_training()
         if self.session.staleness_log is not None:
             self.session.staleness_log.finish()
-        self._measurements = gather_measurements(
-            self.session.pipeline, self.group(*self.mesh.sizes), self.mesh
-        )
+        self._measurements = gather_measurements(self.session.pipeline, self.world_group, self.mesh)

@@ -275,6 +275,11 @@ class ProcessMesh(ParallelStrategy):
         return self.group(*DATA_AXES)
 
     @property
+    def data_device_group(self) -> DeviceGroup:
+        """The same ranks, for tensors of this rank's device."""
+        return self.device_group(*DATA_AXES)
+
+    @property
     def gradient_axes(self) -> tuple[str, ...]:
         """The axes along which each step's gradients are averaged."""
         return DATA_AXES
@@ -312,7 +317,7 @@ class ProcessMesh(ParallelStrategy):
         """Returns the group over which a value is combined where none is named."""
         # A GPU's values stay there, so that logging does not wait for the GPU.
         is_here = tensor.device.type == "cpu"
-        return self.data_group if is_here else self.device_group(*DATA_AXES).group
+        return self.data_group if is_here else self.data_device_group.group
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

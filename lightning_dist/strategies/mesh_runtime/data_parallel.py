@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.splitting.config import find_batch_statistics
 from lightning_dist.engine.tensors.rng import RandomStream, seed_all
@@ -57,7 +56,7 @@ class DataParallelStrategy(RunSetup):
         """Synchronises BatchNorm over the replicas if the Trainer has ``sync_batchnorm=True``."""
         if isinstance(self._layer_sync, TorchSyncBatchNorm):
             kind = SyncedBatchNorm if self.root_device.type == "cpu" else ReplicaSyncBatchNorm
-            self._layer_sync = kind(self.device_group(*DATA_AXES).group)
+            self._layer_sync = kind(self.data_device_group.group)
         if self._layer_sync is not None:
             self._layer_sync.apply(self.module)
 
@@ -70,7 +69,7 @@ class DataParallelStrategy(RunSetup):
     @override
     def check_run(self, trainer: pl.Trainer) -> None:
         replica_checks.check_whole(self.module)
-        replica_checks.check_module(self.module, self.group(*self.mesh.sizes))
+        replica_checks.check_module(self.module, self.world_group)
 
     def check_steps_apart(self, trainer: pl.Trainer) -> None:
         """Checks that no step of this rank needs another rank's."""
@@ -92,7 +91,7 @@ class DataParallelStrategy(RunSetup):
                 self._undo += (partial(self._layer_sync.revert, self.module),)
         self.model_to_device()
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        broadcast_state(tensors, self.device_group(*DATA_AXES))
+        broadcast_state(tensors, self.data_device_group)
 
     @override
     def connect_loops(self, trainer: pl.Trainer) -> None:

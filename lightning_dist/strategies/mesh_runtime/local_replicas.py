@@ -8,7 +8,7 @@ holds with the same ranks of the other replicas. A replica that is whole on its 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -113,11 +113,9 @@ class LocalReplicas(DataParallelStrategy):
             yield
         self._local.count_step()  # and averages the weights that are due
 
-    @contextmanager
-    def keeping_gradients(self) -> Iterator[None]:
+    def keeping_gradients(self) -> AbstractContextManager[None]:
         """Returns a context manager in which a backward of a wrapped replica averages nothing."""
-        with nullcontext() if self._replica is None else self._replica.keeping_gradients():
-            yield
+        return nullcontext() if self._replica is None else self._replica.keeping_gradients()
 
     @property
     @override
@@ -126,12 +124,11 @@ class LocalReplicas(DataParallelStrategy):
 
     def replica_options(self, exchange: GradientExchange) -> ReplicaOptions:
         """Returns how whole replicas average their gradients. Collective."""
-        group, control_group = self.device_group(*DATA_AXES), self.data_group
         return ReplicaOptions(
             exchange=exchange,
-            group=group,
-            control_group=control_group,
-            make_notes=partial(self.make_notes, control_group),
+            group=self.data_device_group,
+            control_group=self.data_group,
+            make_notes=partial(self.make_notes, self.data_group),
             is_automatic=lambda: self.module.automatic_optimization,
         )
 

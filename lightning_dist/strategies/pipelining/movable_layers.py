@@ -70,10 +70,8 @@ class MovableLayers(StageUpdates):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._config.partition == "profile":
-            everyone = self.group(*self.mesh.sizes)
             profile = profile_layers(self, self.session, batch, batch_idx)
-            profiles = gather_objects(profile, everyone)
-            costs = StepCosts.of_ranks(profiles)
+            costs = StepCosts.of_ranks(gather_objects(profile, self.world_group))
             balance = find_balance(costs, self.session.pipeline.shape)
             self.repartition(balance.better_cut)
 
@@ -106,7 +104,7 @@ class MovableLayers(StageUpdates):
                 f"repartition({list(layers_per_stage)}) was called {when}. Call it between two"
                 " batches, in `on_train_batch_end` for example."
             )
-        after = agree_on_cut(self._split, layers_per_stage, self.group(*self.mesh.sizes))
+        after = agree_on_cut(self._split, layers_per_stage, self.world_group)
         self._config = replace(self._config, partition=after)
         if after == self._split.layers_per_stage:
             return Repartition(after)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.replicas import average_used, broadcast_state
 from lightning_dist.engine.parallelize.clip_grad import AsyncGradNorm, clip_grad_norm_
 from lightning_dist.engine.precision.overflow import AsyncOverflow, Overflow, PerStageOverflow
@@ -59,7 +58,7 @@ class StageUpdates(RunSetup):
         """Averages the gradients in the parameters over the replicas."""
         if self.mesh.data_size > 1:
             own = [*self.session.pipeline.stages.updated_parameters().values()]
-            found = average_used([p.grad for p in own], own, self.device_group(*DATA_AXES))
+            found = average_used([p.grad for p in own], own, self.data_device_group)
             for parameter, gradient in zip(own, found, strict=True):
                 parameter.grad = gradient
 
@@ -73,7 +72,7 @@ class StageUpdates(RunSetup):
         if self.mesh.data_size > 1:
             own = self.session.pipeline.stages.updated_parameters()
             before = [gradients.get(name) for name in own]
-            found = average_used(before, [*own.values()], self.device_group(*DATA_AXES))
+            found = average_used(before, [*own.values()], self.data_device_group)
             means = zip(own, found, strict=True)
             gradients.update({name: mean for name, mean in means if mean is not None})
         counted = self.session.tied.post(update, gradients)
@@ -172,7 +171,7 @@ class StageUpdates(RunSetup):
         if self.is_running:
             self._session.updates.drain(self.optimizers[0])
             self._session.step_state.merge()
-            broadcast_state(self.module.buffers(), self.device_group(*DATA_AXES))
+            broadcast_state(self.module.buffers(), self.data_device_group)
 
     @override
     def annotate(self, exception: BaseException) -> None:
