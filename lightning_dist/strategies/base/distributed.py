@@ -38,7 +38,7 @@ from lightning_dist.engine.comms.failures.peer_failure import Failure
 from lightning_dist.engine.comms.replica_channel import open_channel
 from lightning_dist.engine.comms.store_notes import RankNotes
 from lightning_dist.engine.comms.votes import JointDecision, Posted, StopAgreement
-from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
+from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
 from lightning_dist.engine.precision.overflow import AllReducedOverflow, Overflow
 from lightning_dist.engine.tensors.rng import seed_all, share_random_state
 from lightning_dist.strategies.base import lightning_internals, lightning_loaders
@@ -47,7 +47,7 @@ from lightning_dist.strategies.base.ending.run_guard import RunGuard
 from lightning_dist.strategies.base.loaders.replica_loaders import ReplicaLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.process_mesh import ProcessMesh
-from lightning_dist.strategies.base.rank_view import RankView
+from lightning_dist.strategies.base.rank_view import RankView, predict_memory_alone
 
 Read = Literal["first", "each"]
 """Which ranks of a data replica read its batches."""
@@ -230,8 +230,7 @@ class DistributedStrategy(ProcessMesh):
 
     def predict_memory(self, part: TrainedPart, accumulates: bool) -> RankMemory | None:
         """Returns the planner's prediction of this rank's memory; None without a formula."""
-        is_alone = self.mesh.world_size == 1
-        return replicated(part, 1, accumulates=accumulates) if is_alone else None
+        return predict_memory_alone(self.mesh.world_size, part, accumulates)
 
     def make_notes(self, group: dist.ProcessGroup) -> RankNotes:
         """Creates the notes of the ranks of a group. Collective: every rank must call it."""
@@ -243,6 +242,11 @@ class DistributedStrategy(ProcessMesh):
         if self._loaders is not None:
             self._loaders.channel.interrupt(error)
         self.interrupt(error)
+
+    @property
+    def batch_index(self) -> int:
+        """Number of training batches so far, counted over epochs and resumed runs alike."""
+        return self.module.trainer.fit_loop.epoch_loop.total_batch_idx
 
     def seed_data_rank(self, *, reading: bool, early: bool = False) -> None:
         """Seeds this rank's generators by the batch at hand, if ranks read different data.
@@ -258,9 +262,8 @@ class DistributedStrategy(ProcessMesh):
                 batch that is read next has the same number, and must not repeat the draws.
         """
         if self.mesh.data_size > 1:
-            batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
             data_index = self.mesh.data_index(self.global_rank)
-            name = (self.seed, data_index, batch_index, int(reading) + int(early))
+            name = (self.seed, data_index, self.batch_index, int(reading) + int(early))
             seed_all(*name, device=self.root_device)
 
     @override

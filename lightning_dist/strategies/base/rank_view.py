@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -68,10 +69,13 @@ def view_of(trainer: pl.Trainer) -> RankView:
     """Returns what a trainer's strategy shows of this rank, or that of one replica of several."""
     if isinstance(trainer.strategy, Viewable):
         return trainer.strategy.view()
+    size = trainer.world_size
+    predict = partial(predict_memory_alone, size)
+    return RankView(MeshShape(dp_replicate=size), lambda _: dist.new_group(backend="gloo"), predict)
 
-    def predict_memory(part: TrainedPart, accumulates: bool) -> RankMemory | None:
-        is_alone = trainer.world_size == 1
-        return replicated(part, 1, accumulates=accumulates) if is_alone else None
 
-    mesh = MeshShape(dp_replicate=trainer.world_size)
-    return RankView(mesh, lambda _: dist.new_group(backend="gloo"), predict_memory)
+def predict_memory_alone(
+    world_size: int, part: TrainedPart, accumulates: bool
+) -> RankMemory | None:
+    """Predicts the memory of a rank that is alone; None for ranks of which nothing is known."""
+    return replicated(part, 1, accumulates=accumulates) if world_size == 1 else None

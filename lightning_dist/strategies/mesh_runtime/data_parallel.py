@@ -162,25 +162,22 @@ class DataParallelStrategy(RunSetup):
 
     def _shared_stream(self, *place: int) -> RandomStream:
         """Returns random numbers that depend on the seed, the batch and a place, on no rank."""
-        batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
-        return RandomStream(self.seed, batch_index, *place)
+        return RandomStream(self.seed, self.batch_index, *place)
 
     def _seed_alike(self) -> None:
         """Seeds the global generators by the batch at hand, alike on all ranks."""
         if self.mesh.data_size > 1:
-            batch_index = self.module.trainer.fit_loop.epoch_loop.total_batch_idx
-            seed_all(self.seed, batch_index, _ITERATORS, device=self.root_device)
+            seed_all(self.seed, self.batch_index, _ITERATORS, device=self.root_device)
 
     @override
     def share_order(self, dataloader: object) -> object:
         trainer = self.module.trainer
         if trainer.state.fn != TrainerFn.FITTING or self.mesh.data_size == 1:
             return dataloader
-        batch_index = trainer.fit_loop.epoch_loop.total_batch_idx
         # Several loaders of one stage must not be shuffled alike. The number begins anew with each
         # batch, lest it depend on how often they were reloaded before the run was resumed.
-        number = self._num_loaders[batch_index, trainer.training]
-        self._num_loaders[batch_index, trainer.training] += 1
+        number = self._num_loaders[self.batch_index, trainer.training]
+        self._num_loaders[self.batch_index, trainer.training] += 1
         stream = partial(self._shared_stream, _ORDER, int(trainer.training), number)
         seed_reader = partial(self.seed_data_rank, reading=True, early=True)
         return share_order(

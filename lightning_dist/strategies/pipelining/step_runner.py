@@ -164,8 +164,6 @@ class StepRunner:
             forget_step_values(trainer)
         step = self._step(self._module.training_step, context, rest)
         scale = 1.0 / trainer.accumulate_grad_batches
-        # Counted over epochs and resumed runs alike, so a resumed run draws the same numbers.
-        seed = trainer.fit_loop.epoch_loop.total_batch_idx
         # Only the last stage runs the whole step; its request to stop reaches all at one batch. A
         # request of another stage is that rank's own, like one of a callback.
         stopped_before, trainer.should_stop = trainer.should_stop, False
@@ -185,7 +183,7 @@ class StepRunner:
             step,
             gradient_scale=scale,
             loss_scale=1.0 if self._half is None else self._half.scale_of_next_batch(),
-            seed=seed,
+            seed=self._seed(),
             on_results=publish,
         )
         asked_alone = trainer.should_stop and not self._pipeline.stages.has_last
@@ -197,9 +195,8 @@ class StepRunner:
         """Runs a training batch through another pipeline, and drops its ``self.log`` calls."""
         batch, *rest = arguments
         batch = self._sample_lists.mark(batch, "training_step")
-        seed = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
         step = self._step(self._module.training_step, context, rest)
-        pipeline.train_batch(batch, step, seed=seed)
+        pipeline.train_batch(batch, step, seed=self._seed())
         self._log.forget()
         self._rank_zero_calls.take()
 
@@ -235,9 +232,8 @@ class StepRunner:
         name = _EVALUATION_STEPS[stage]
         batch = self._sample_lists.mark(batch, name, *rest[1:])
         step = self._step(method, context, rest)
-        seed = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
         results = self._pipeline.evaluate_batch(
-            batch, step, self._evaluation_microbatches, seed=seed
+            batch, step, self._evaluation_microbatches, seed=self._seed()
         )
         self._check_comparison(name)
         self._publish(results, batch, (name, *rest[1:]))
@@ -245,6 +241,10 @@ class StepRunner:
         self._log.replay(outcome.log)
         self._rank_zero_calls.make(outcome.rank_zero_calls)
         return outcome.result
+
+    def _seed(self) -> int:
+        # Counted over epochs and resumed runs alike, so a resumed run draws the same numbers.
+        return self._module.trainer.fit_loop.epoch_loop.total_batch_idx
 
     def _step(
         self, method: Callable[..., Any], context: StepContext, rest: Sequence[Any]
