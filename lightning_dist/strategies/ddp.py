@@ -8,7 +8,7 @@ static graphs together with accumulation; errors that name the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Unpack
@@ -27,6 +27,7 @@ from lightning_dist.engine.parallelize.composition import Parallelism, paralleli
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.loaders.uneven import UnevenInputs
+from lightning_dist.strategies.base.run_setup import Closure
 from lightning_dist.strategies.mesh_runtime import replica_checks
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_replicas
 from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
@@ -240,9 +241,7 @@ class DDPStrategy(LocalReplicas):
         self.end_backward()
 
     @override
-    def update(
-        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
-    ) -> Any:
+    def update(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:
         with self.updating():
             return apply()
 

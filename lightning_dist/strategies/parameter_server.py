@@ -49,6 +49,7 @@ from lightning_dist.strategies.base.model_checks import (
     check_learning_rates,
 )
 from lightning_dist.strategies.base.rank_view import RankView
+from lightning_dist.strategies.base.run_setup import Closure
 from lightning_dist.strategies.mesh_runtime import replica_checks
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 
@@ -198,14 +199,12 @@ class ParameterServerStrategy(DataParallelStrategy):
             self._session.open()
 
     @override
-    def update(
-        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
-    ) -> Any:
+    def update(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:
         session = self._session
         if session is None:  # behind a run
             return apply()
 
-        def step(closure: Callable[[], Any] | None = None) -> Any:
+        def step(closure: Closure | None = None) -> Any:
             with torch.enable_grad():
                 loss = None if closure is None else closure()
             session.push()

@@ -12,7 +12,6 @@ to apply; any other applies the update of an earlier batch, with that batch's le
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Unpack
@@ -52,7 +51,7 @@ from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.rank_view import RankView
-from lightning_dist.strategies.base.run_setup import StepContext
+from lightning_dist.strategies.base.run_setup import Step, StepContext
 from lightning_dist.strategies.mesh_runtime.first_call import first_call
 from lightning_dist.strategies.mesh_runtime.replica_checks import check_whole
 from lightning_dist.strategies.pipelining import checks
@@ -272,9 +271,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     # --- steps -------------------------------------------------------------------------------
 
     @override
-    def evaluate(
-        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
-    ) -> Any:
+    def evaluate(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         self.guard.stop_if_agreed()
         arguments = checks.arguments_of_step(args, kwargs)
         with self.stepping():

@@ -49,8 +49,14 @@ from lightning_dist.strategies.base.model_checks import check_group_values
 from lightning_dist.strategies.base.saving.checkpointing import LayoutFreeCheckpoints
 from lightning_dist.strategies.base.saving.saved_modules import saved_modules_of
 
+Step: TypeAlias = Callable[..., Any]
+"""A step of the user's: a method of the module, or a function around one."""
+ChangeStep: TypeAlias = Callable[[Step], Step]
+"""Wraps a step."""
 StepContext: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Creates the context manager that a step of the user's runs in."""
+Closure: TypeAlias = Callable[[], Any]
+"""Runs a batch, or the optimizer's step around a batch, and returns what that returns."""
 _CPU = torch.device("cpu")
 
 
@@ -202,9 +208,7 @@ class RunSetup(LayoutFreeCheckpoints):
         context = self.precision_plugin.predict_step_context
         return self.evaluate(self.module.predict_step, context, *args, **kwargs)
 
-    def evaluate(
-        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
-    ) -> Any:
+    def evaluate(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         """Runs a step of the module without gradients."""
         with context():
             return step(*args, **kwargs)
@@ -213,7 +217,7 @@ class RunSetup(LayoutFreeCheckpoints):
     def optimizer_step(
         self,
         optimizer: Optimizer,
-        closure: Callable[[], Any],
+        closure: Closure,
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -222,9 +226,7 @@ class RunSetup(LayoutFreeCheckpoints):
         apply = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         return self.update(optimizer, closure, apply)
 
-    def update(
-        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
-    ) -> Any:
+    def update(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:
         """Updates: calls ``apply``, the optimizer's step around the batch, or ``closure`` alone."""
         return apply()
 

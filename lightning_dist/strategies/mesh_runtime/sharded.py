@@ -6,7 +6,7 @@ exact clipping, and gradients that are reduced once for each update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from lightning_dist.strategies.base.model_checks import (
     check_sharded_optimizers,
 )
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
-from lightning_dist.strategies.base.run_setup import StepContext
+from lightning_dist.strategies.base.run_setup import Closure, Step, StepContext
 from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.hook_check import HookCheck
 from lightning_dist.strategies.mesh_runtime.placement import ShardedPlacement
@@ -175,9 +175,7 @@ class ShardedStrategy(ShardedPlacement):
             return self._replica.run(step, *args, is_local=self.is_local, **kwargs)
 
     @override
-    def evaluate(
-        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
-    ) -> Any:
+    def evaluate(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         return self.sharded.evaluate(step, context, *args, **kwargs)
 
     @override
@@ -192,9 +190,7 @@ class ShardedStrategy(ShardedPlacement):
         return self.sharded.backward(closure_loss, default, accumulating=self._is_accumulating)
 
     @override
-    def update(
-        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
-    ) -> Any:
+    def update(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:
         with self.updating(), split_groups_by_mesh(optimizer):
             result = self.sharded.update(optimizer, closure, apply)
         self.sharded.end_check()  # a backward in two halves has not ended the check

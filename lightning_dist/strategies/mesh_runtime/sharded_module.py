@@ -37,7 +37,7 @@ from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary, summarise
 from lightning_dist.engine.tensors.patch import user_state_kept
 from lightning_dist.strategies.base.lightning_internals import set_device
-from lightning_dist.strategies.base.run_setup import StepContext
+from lightning_dist.strategies.base.run_setup import Closure, Step, StepContext
 from lightning_dist.strategies.mesh_runtime.layout_line import (
     describe_layout,
     describe_shards,
@@ -152,15 +152,11 @@ class ShardedModule:
             for root in self._roots:
                 note_unfrozen(root)
 
-    def train(
-        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
-    ) -> Any:
+    def train(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         """Runs a step, a method of the module, whose result will be differentiated."""
         return self._run(step, context, args, kwargs, training=True)
 
-    def evaluate(
-        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
-    ) -> Any:
+    def evaluate(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         """Runs a step without gradients."""
         # Gathered parameters made under `inference_mode` could not be trained with later.
         with torch.inference_mode(False), torch.no_grad():
@@ -169,9 +165,7 @@ class ShardedModule:
             finally:
                 self.reshard()
 
-    def _run(
-        self, step: Callable[..., Any], context: StepContext, args: Any, kwargs: Any, training: bool
-    ) -> Any:
+    def _run(self, step: Step, context: StepContext, args: Any, kwargs: Any, training: bool) -> Any:
         if self._unused is not None and training:
             self._unused.begin_step()
 
@@ -191,7 +185,7 @@ class ShardedModule:
         """Returns the check that all ranks used the same FSDP units in this step."""
         return nullcontext() if self.units is None else self.units.step(training=training)
 
-    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_step(self, step: Step) -> Step:
         """Wraps a step so that it forgets earlier steps and gathers sharded logits by itself."""
         tensor_parallel = self._tensor_parallel
         if tensor_parallel is None:
@@ -243,9 +237,7 @@ class ShardedModule:
         if self._tensor_parallel is not None:
             self._tensor_parallel.crossings.end()
 
-    def update(
-        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
-    ) -> Any:
+    def update(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:
         """Runs a step and the update that it brings."""
         return apply() if self._manual is None else self._manual.run_update(apply)
 

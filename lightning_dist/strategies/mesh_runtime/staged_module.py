@@ -27,7 +27,7 @@ from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.strategies.base.distributed import DistributedStrategy
-from lightning_dist.strategies.base.run_setup import StepContext
+from lightning_dist.strategies.base.run_setup import Closure, Step, StepContext
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.pipelining.checks import arguments_of_step
 from lightning_dist.strategies.pipelining.session import Session, WrappedStages
@@ -102,9 +102,7 @@ class StagedModule(ShardedModule):
     # --- steps -------------------------------------------------------------------------------
 
     @override
-    def train(
-        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
-    ) -> Any:
+    def train(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         if self._unused is not None:
             self._unused.begin_step()
         self.written.begin_round()
@@ -113,9 +111,7 @@ class StagedModule(ShardedModule):
             return self._opened.runner.train(arguments_of_step(args, kwargs), context)
 
     @override
-    def evaluate(
-        self, step: Callable[..., Any], context: StepContext, *args: Any, **kwargs: Any
-    ) -> Any:
+    def evaluate(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode(False), torch.no_grad(), self.check_units(training=False):
             try:
                 arguments = arguments_of_step(args, kwargs)
@@ -161,9 +157,7 @@ class StagedModule(ShardedModule):
         return self._opened.updates.backward(loss, accumulating=accumulating)
 
     @override
-    def update(
-        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
-    ) -> Any:
+    def update(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:
         return self._opened.updates.step(optimizer, closure, apply)
 
     @override

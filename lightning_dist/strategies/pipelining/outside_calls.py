@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.base.distributed import DistributedStrategy
+from lightning_dist.strategies.base.run_setup import ChangeStep
 
 _MOST_SECONDS = 120.0  # that a rank waits for others, which may write files in the same hook
 
@@ -34,7 +35,7 @@ class OutsideCalls:
         pipeline: Pipeline,
         source: int,
         *,
-        change_step: Callable[[Callable[..., Any]], Callable[..., Any]],
+        change_step: ChangeStep,
         finish: Callable[[], None],
     ) -> None:
         self._strategy = strategy

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from lightning_dist.engine.tensors.patch import with_hooks
 from lightning_dist.strategies.base.clipping import norms_of_all_stages
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
+from lightning_dist.strategies.base.run_setup import ChangeStep
 from lightning_dist.strategies.pipelining.outside_calls import OutsideCalls
 from lightning_dist.strategies.pipelining.results.hook_log import HookLog
 from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCalls
@@ -52,7 +52,7 @@ class WrappedStages:
 
     layers: Callable[[int], nn.Module] | None = None
     gradients: Callable[[int], HeldGradients] | None = None
-    change_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step
+    change_step: ChangeStep = lambda step: step
     reshard: Callable[[], None] = lambda: None
     begin_sums: Callable[[], None] = lambda: None
 

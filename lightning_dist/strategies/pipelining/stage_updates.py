@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_dist.engine.schedules.update_rule import UpdateRule
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.clipping import ClipGradNorm
-from lightning_dist.strategies.base.run_setup import RunSetup
+from lightning_dist.strategies.base.run_setup import Closure, RunSetup
 from lightning_dist.strategies.pipelining import checks
 from lightning_dist.strategies.pipelining.results.step_state import note_pairing
 from lightning_dist.strategies.pipelining.session import Session
@@ -153,9 +153,7 @@ class StageUpdates(RunSetup):
         return self.session.updates.backward(closure_loss, accumulating=self._accumulating)
 
     @override
-    def update(
-        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
-    ) -> Any:
+    def update(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:
         return self.session.updates.step(optimizer, closure, apply)
 
     @override

@@ -28,7 +28,7 @@ from lightning_dist.strategies.base.lightning_internals import (
 )
 from lightning_dist.strategies.base.loaders.sample_lists import SampleLists
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
-from lightning_dist.strategies.base.run_setup import StepContext
+from lightning_dist.strategies.base.run_setup import ChangeStep, Step, StepContext
 from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCall, RankZeroCalls
 from lightning_dist.strategies.pipelining.results.stage_metrics import StageMetrics
 from lightning_dist.strategies.pipelining.results.step_log import BatchLog, StepLog
@@ -127,7 +127,7 @@ class StepRunner:
         rank_zero_calls: RankZeroCalls,
         *,
         evaluation_microbatches: int,
-        change_step: Callable[[Callable[..., Any]], Callable[..., Any]],
+        change_step: ChangeStep,
         half: HalfPrecisionPlugin | None,
     ) -> None:
         self._module = module
@@ -216,9 +216,7 @@ class StepRunner:
         self._outcomes.deliver(num_held_back=0)
         self._undelivered.clear()
 
-    def evaluate(
-        self, method: Callable[..., Any], arguments: Sequence[Any], context: StepContext
-    ) -> Any:
+    def evaluate(self, method: Step, arguments: Sequence[Any], context: StepContext) -> Any:
         """Runs a validation, test or prediction batch.
 
         Returns:
@@ -247,7 +245,7 @@ class StepRunner:
         return self._module.trainer.fit_loop.epoch_loop.total_batch_idx
 
     def _step(
-        self, method: Callable[..., Any], context: StepContext, rest: Sequence[Any]
+        self, method: Step, context: StepContext, rest: Sequence[Any]
     ) -> Callable[[Microbatch], Any]:
         method = self._change_step(method)
 

@@ -22,6 +22,7 @@ from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.stashing.learning_rates import HyperparameterHistory, RateCorrection
 from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.strategies.base.callback_order import is_overridden_by_user
+from lightning_dist.strategies.base.run_setup import Closure
 
 _AROUND_ZERO_GRAD = ("on_before_zero_grad", "optimizer_zero_grad")
 
@@ -126,9 +127,7 @@ class Updates:
             self._on_update()
         return loss
 
-    def step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], apply: Callable[[], Any]
-    ) -> Any:
+    def step(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:
         """Runs a batch, and applies the update that it brings.
 
         Returns:
