@@ -49,18 +49,16 @@ def order_callbacks(
         on_train_end=lambda *_: on_train_end(),
         on_exception=hide,
     )
-    added: list[pl.Callback] = [first]
+    last = LambdaCallback(on_fit_start=hide)
     ordered: list[pl.Callback] = [first]
     for callback in callbacks_of(trainer):
         if isinstance(callback, LearningRateFinder):  # it trains and saves in `on_fit_start`
-            added.append(LambdaCallback(on_fit_start=hide))
-            ordered.append(added[-1])
+            ordered.append(last)
         ordered.append(callback)
-    added.append(LambdaCallback(on_fit_start=hide))
-    set_callbacks(trainer, [*ordered, added[-1]])
+    set_callbacks(trainer, [*ordered, last])
 
     def undo() -> None:
-        set_callbacks(trainer, [c for c in callbacks_of(trainer) if c not in added])
+        set_callbacks(trainer, [c for c in callbacks_of(trainer) if c not in (first, last)])
 
     return undo
 

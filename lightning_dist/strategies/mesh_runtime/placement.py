@@ -166,12 +166,10 @@ class ShardedPlacement(LocalReplicas):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Builds modules of ``configure_model`` without memory, with rank 0's random numbers."""
-        with super().model_sharded_context():
-            if self._policy.is_manual or not self._meta_init:
-                yield
-                return
-            with self._deferred.building():
-                yield
+        defers = self._meta_init and not self._policy.is_manual
+        building = self._deferred.building() if defers else nullcontext()
+        with super().model_sharded_context(), building:
+            yield
 
     @override
     def place_model(self, trainer: pl.Trainer) -> None:
