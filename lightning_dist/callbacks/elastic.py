@@ -140,7 +140,8 @@ class Elastic(pl.Callback):
         def wrap(hook: Callable[[], Any]) -> Callable[[], Any]:
             return lambda: self._resumable(hook(), trainer, mesh)
 
-        self._undo.callback(lightning_loaders.replace_train_loader_hook(trainer, wrap))
+        undo = lightning_loaders.replace_loader_hooks(trainer, wrap, only_training=True)
+        self._undo.callback(undo)
 
     def micro_batches_of(self, own: int, data_size: int) -> int:
         """Returns the micro-batches of a step on each of some replicas.

@@ -56,33 +56,24 @@ def is_iterated_by_loop() -> bool:
 
 
 def replace_loader_hooks(
-    trainer: pl.Trainer, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
+    trainer: pl.Trainer,
+    wrap: Callable[[Callable[[], Any]], Callable[[], Any]],
+    *,
+    only_training: bool = False,
 ) -> Undo:
     """Wraps the calls of ``train_dataloader`` and ``val_dataloader``, of modules and data modules.
 
     Nothing public comes before these hooks; ``_data_source`` calls them.
     """
-    loop = trainer.fit_loop
-    undo = ExitStack()
-    for source in (loop._data_source, loop.epoch_loop.val_loop._data_source):
-        undo.callback(_wrap_hook(source, wrap))
+    loop, undo = trainer.fit_loop, ExitStack()
+    sources: list[Any] = [loop._data_source]
+    if not only_training:
+        sources.append(loop.epoch_loop.val_loop._data_source)
+    for source in sources:
+        source.dataloader = wrap(source.dataloader)
+        # Of all wrappers, for a run ends as a whole.
+        undo.callback(source.__dict__.pop, "dataloader", None)
     return undo.close
-
-
-def replace_train_loader_hook(
-    trainer: pl.Trainer, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
-) -> Undo:
-    """Wraps the calls of ``train_dataloader`` alone; see :func:`replace_loader_hooks`."""
-    return _wrap_hook(trainer.fit_loop._data_source, wrap)
-
-
-def _wrap_hook(source: Any, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Undo:
-    setattr(source, "dataloader", wrap(source.dataloader))  # noqa: B010
-
-    def undo() -> None:
-        source.__dict__.pop("dataloader", None)  # of all wrappers, for a run ends as a whole
-
-    return undo
 
 
 def request_loaders(trainer: pl.Trainer) -> tuple[Any, CombinedMode] | None:
