@@ -171,7 +171,7 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
     def stop_lag(self) -> int:
         num_stages = self.mesh.pp
         count = self._config.training_microbatches(num_stages)
-        return 1 + self._config.schedules.update_rule.lag(num_stages, count)
+        return 1 + self._config.family.update_rule.lag(num_stages, count)
 
     @override
     def view(self) -> RankView:

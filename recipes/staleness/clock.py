@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_dist.engine.schedules.registry import find_schedules
+from lightning_dist.engine.schedules.registry import find_family
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from recipes.staleness.network import Network
 from recipes.staleness.trial import METHODS, SYNC, Method
@@ -68,7 +68,7 @@ def update_times(
     if clocked.schedule is None:
         average = 0.0 if network is None else network.average(num_ranks)
         return _times_of_replicas(clocked.method, num_ranks, num_updates, average)
-    family = find_schedules(clocked.schedule)
+    family = find_family(clocked.schedule)
     count = family.default_microbatches(num_ranks)
     homes = family.rank_of_stage(num_ranks)
     transfer = 0.0 if network is None else network.transfer(count)

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.engine.schedules.registry import find_schedules
+from lightning_dist.engine.schedules.registry import find_family
 from recipes.gpt import GPT, build_gpt
 from recipes.text import load_text, split_text
 from tests.benchmarks.quiet import QUIET_TRAINER
@@ -160,7 +160,7 @@ def torch_listed(rank: int, count: int, name: str, num_microbatches: int) -> flo
 
 def listed_loop(rank: int, name: str, num_microbatches: int) -> RunBatch:
     """Runs one of torch's schedules that take a list of stages."""
-    homes = find_schedules(name).rank_of_stage(2)
+    homes = find_family(name).rank_of_stage(2)
     layers = iter(model())
     cuts = CUT if len(homes) == 2 else CUT_IN_FOUR
     modules = [nn.Sequential(*islice(layers, size)) for size in cuts]
@@ -248,7 +248,7 @@ def ours(rank: int, count: int, schedule: str, num_microbatches: int | str) -> f
 
 
 def our_pipeline(schedule: str, num_microbatches: int | str, **options: Any) -> PipelineStrategy:
-    cut = CUT if len(find_schedules(schedule).rank_of_stage(2)) == 2 else CUT_IN_FOUR
+    cut = CUT if len(find_family(schedule).rank_of_stage(2)) == 2 else CUT_IN_FOUR
     return PipelineStrategy(
         schedule=schedule, num_microbatches=num_microbatches, partition=cut, **options
     )

@@ -23,7 +23,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.connect import connect
 from lightning_dist.engine.pipeline.measurements import Measurements
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, PipelineShape, find_schedules
+from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, PipelineShape, find_family
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from tests.benchmarks import contestants as c
 from tests.benchmarks import data_parallel as d
@@ -141,7 +141,7 @@ def sleeping(num_ranks: int, schedule: str, count: int, seconds: float) -> Any:
     """Trains some batches; ``seconds`` is for the forwards of all of a rank's stages."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    homes = find_schedules(schedule).rank_of_stage(num_ranks)
+    homes = find_family(schedule).rank_of_stage(num_ranks)
     channels = connect(MeshShape(pp=num_ranks).groups("pp"), torch.device("cpu"), 60.0, homes)
     per_rank = len(homes) // num_ranks
     net = nn.Sequential(*(SleepingLayer(seconds / per_rank) for _ in homes))
@@ -190,10 +190,10 @@ def print_bubbles(workers: WorkerPool, seconds: float, sizes: list[int], only: s
             num_ranks, sleeping, num_ranks, schedule, count, seconds, timeout=90
         )
         measured = Measurements(stretches).timeline.bubble_fraction
-        homes = find_schedules(schedule).rank_of_stage(num_ranks)
+        homes = find_family(schedule).rank_of_stage(num_ranks)
         per_rank = len(homes) // num_ranks
         simulated = simulate(
-            find_schedules(schedule).build(homes, count),
+            find_family(schedule).build(homes, count),
             StageCosts.uniform(len(homes), seconds / per_rank, 2 * seconds / per_rank),
         ).bubble_fraction
         # Fill and drain around the micro-batches, in parts of a micro-batch's time on a rank.

@@ -11,7 +11,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.connect import connect
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
-from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
+from lightning_dist.engine.schedules.registry import PipelineShape, find_family
 from tests.benchmarks import contestants as c
 
 _TIMEOUT_SECONDS = 300.0
@@ -27,7 +27,7 @@ class PlainPipeline:
     """
 
     def __init__(self, rank: int, schedule: str, num_microbatches: int) -> None:
-        homes = find_schedules(schedule).rank_of_stage(2)
+        homes = find_family(schedule).rank_of_stage(2)
         cut = c.CUT if len(homes) == 2 else c.CUT_IN_FOUR
         self._net = c.model()
         self._channels = connect(

@@ -1,4 +1,7 @@
-"""Measurements of all ranks, gathered, and what the planner predicts of a rank's memory."""
+"""The measurements of all ranks of a pipeline, and the planner's prediction of a rank's memory.
+
+Measurements are gathered once, at the end of a training, so that no step waits for them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, pipelined
-from lightning_dist.engine.schedules.registry import find_schedules
 from lightning_dist.engine.schedules.timeline import PackedSpans, Span, Timeline
 
 
@@ -99,9 +101,9 @@ def gather_measurements(
 def predict_memory(pipeline: Pipeline, part: TrainedPart) -> RankMemory:
     """Returns the planner's prediction of the memory of a rank's stages."""
     shape, stages = pipeline.shape, pipeline.stages
-    schedules, count = find_schedules(shape.schedule), shape.num_microbatches
-    num_batches = schedules.update_rule.steady_batches(shape.num_stages, count)
-    schedule = schedules.build(shape.rank_of_stage, count, num_batches, only_rank=shape.rank)
+    family, count = shape.family, shape.num_microbatches
+    num_batches = family.update_rule.steady_batches(shape.num_stages, count)
+    schedule = family.build(shape.rank_of_stage, count, num_batches, only_rank=shape.rank)
     in_flight = schedule.in_flight(shape.rank)
     copies = max(stages.num_copies[stage] for stage in stages)  # none where there are several
     return pipelined(part, in_flight, 1 + copies, stages.version_bytes)

@@ -1,4 +1,7 @@
-"""A kind of schedule: an order of work and a placement of stages, for all sizes that fit."""
+"""A family of schedules: an order of work and a placement of stages, for all sizes that fit.
+
+All that other modules must know of a schedule is in its family, so none of them asks for its name.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ class MicrobatchRule:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFamily:
-    """A kind of schedule, for many sizes.
+    """A family of schedules: one kind, for many sizes.
 
     In all methods ``num_stages`` and ``num_ranks`` are those of the pipeline, ``rank_of_stage`` has
     the rank of each stage, ``stages_per_rank=None`` takes the fewest stages, and ``num_batches``

@@ -1,8 +1,8 @@
-"""The orders of work: short functions that yield one rank's compute actions. And their families.
+"""The orders of work, short functions that yield one rank's compute actions, and their families.
 
-A new synchronous schedule is an order and a family, both in this file.
-
-docs/schedules.md draws each of them.
+A new synchronous schedule is an order and a family, both in this file. A function yields what one
+rank computes; what is sent, reduced and updated follows in :func:`.lower`. docs/schedules.md draws
+each order.
 
 - GPipe: Huang et al. 2019, section 2.
 - 1F1B: Narayanan et al. 2021 (Megatron-LM), section 2.2.1, after PipeDream: Narayanan et al. 2019,

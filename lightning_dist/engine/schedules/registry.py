@@ -1,7 +1,7 @@
-"""The schedules by name: the order, the placement of the stages, and the sizes of each.
+"""Finds the family of a schedule by the name that a user gives, and builds its schedules.
 
-The families are in :mod:`.schedules.orders` and :mod:`.schedules.asynchronous`; docs/schedules.md
-compares them.
+The families are in :mod:`.schedules.orders`, :mod:`.schedules.asynchronous` and
+:mod:`.schedules.csv_file`; docs/schedules.md compares them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
 SCHEDULE_NAMES = tuple(FAMILIES)
 
 
-def find_schedules(name: str) -> ScheduleFamily:
-    """Returns the kind of schedule of a name, or of ``"file:"`` and the path of a CSV file.
+def find_family(name: str) -> ScheduleFamily:
+    """Returns the family of a schedule's name, or of ``"file:"`` and the path of a CSV file.
 
     Raises:
         ValueError: There is no schedule of that name, or the file cannot be read or executed.
@@ -70,11 +70,11 @@ def build_schedule(
             f"num_stages={num_stages}, num_microbatches={num_microbatches},"
             f" stages_per_rank={stages_per_rank} and num_batches={num_batches} must be at least 1."
         )
-    schedules = find_schedules(name)
-    num_ranks = schedules.num_ranks(num_stages, stages_per_rank)
-    schedules.check_microbatches(num_ranks, num_microbatches)
-    rank_of_stage = schedules.rank_of_stage(num_ranks, stages_per_rank)
-    return schedules.build(rank_of_stage, num_microbatches, num_batches)
+    family = find_family(name)
+    num_ranks = family.num_ranks(num_stages, stages_per_rank)
+    family.check_microbatches(num_ranks, num_microbatches)
+    rank_of_stage = family.rank_of_stage(num_ranks, stages_per_rank)
+    return family.build(rank_of_stage, num_microbatches, num_batches)
 
 
 def build_forward_schedule(
@@ -112,8 +112,8 @@ class PipelineShape:
 
     @property
     def family(self) -> ScheduleFamily:
-        """The kind of schedule."""
-        return find_schedules(self.schedule)
+        """The family of the schedule."""
+        return find_family(self.schedule)
 
     @property
     def num_stages(self) -> int:

@@ -24,28 +24,28 @@ class Stream:
     """One rank's actions, batch by batch.
 
     Raises:
-        ValueError: The kind of schedule takes another number of micro-batches.
+        ValueError: The family takes another number of micro-batches.
     """
 
     def __init__(
         self,
-        schedules: ScheduleFamily,
+        family: ScheduleFamily,
         rank_of_stage: tuple[int, ...],
         *,
         num_microbatches: int,
         rank: int,
     ) -> None:
         num_ranks = 1 + max(rank_of_stage)
-        schedules.check_microbatches(num_ranks, num_microbatches)
-        rule = schedules.update_rule
+        family.check_microbatches(num_ranks, num_microbatches)
+        rule = family.update_rule
         self.asynchronous = rule.is_asynchronous
         self.delay = rule.delay(rank, num_ranks, num_microbatches)
         if not rule.splits_batches and num_microbatches != 1:
             raise ValueError(
-                f"num_microbatches={num_microbatches}: {schedules.name!r} takes each batch as one"
+                f"num_microbatches={num_microbatches}: {family.name!r} takes each batch as one"
                 " micro-batch."
             )
-        self._schedules = schedules
+        self._family = family
         self._rank_of_stage = rank_of_stage
         self._num_microbatches = num_microbatches
         self._rank = rank
@@ -74,7 +74,7 @@ class Stream:
 
     def _actions(self, num_batches: int) -> Round:
         sizes = self._num_microbatches, num_batches
-        schedule = self._schedules.build(self._rank_of_stage, *sizes, only_rank=self._rank)
+        schedule = self._family.build(self._rank_of_stage, *sizes, only_rank=self._rank)
         return lower(schedule).ranks[self._rank]
 
     def _shifted(self, actions: Round, num_batches: int) -> Round:
@@ -114,11 +114,11 @@ class Rounds:
 
     def __init__(self, shape: PipelineShape) -> None:
         self._shape = shape
-        self._schedules = shape.family
+        self._family = shape.family
         self._stream = self._stream_of(shape.num_microbatches)
         self._streams = {shape.num_microbatches: self._stream}
         self._forward: dict[int, Round] = {}
-        self.update_rule = self._schedules.update_rule
+        self.update_rule = self._family.update_rule
         self.asynchronous, self.delay = self._stream.asynchronous, self._stream.delay
         self.lag = self.update_rule.lag(shape.num_ranks, shape.num_microbatches)
 
@@ -127,7 +127,7 @@ class Rounds:
         count = self._shape.num_microbatches
         if not self._shape.may_use_fewer:
             return count
-        return self._schedules.microbatches_of(self._shape.num_ranks, batch_size, count)
+        return self._family.microbatches_of(self._shape.num_ranks, batch_size, count)
 
     def training(self, batch_index: int, num_microbatches: int) -> Round:
         """Returns the round of a training batch, counted since the last drain.
@@ -168,7 +168,7 @@ class Rounds:
 
     def _stream_of(self, count: int) -> Stream:
         homes, rank = self._shape.rank_of_stage, self._shape.rank
-        return Stream(self._schedules, homes, num_microbatches=count, rank=rank)
+        return Stream(self._family, homes, num_microbatches=count, rank=rank)
 
 
 def _num_at_the_end(actions: Round, condition: Callable[[Action], bool]) -> int:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 
 WeightVersions = Literal["stash", "vertical_sync", "none"]
-_PER_RANK = 4
+_MICROBATCHES_PER_RANK = 4
 
 
 class BackwardWeights(StrEnum):
@@ -155,7 +155,7 @@ class FlushedUpdate(UpdateRule):
     @override
     def default_microbatches(self, num_ranks: int) -> int:
         # A bubble of a fifth under 1F1B; a single rank waits for no other.
-        return _PER_RANK * num_ranks if num_ranks > 1 else 1
+        return _MICROBATCHES_PER_RANK * num_ranks if num_ranks > 1 else 1
 
     @override
     def steady_batches(self, num_stages: int, num_microbatches: int) -> int:

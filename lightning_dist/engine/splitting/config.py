@@ -1,4 +1,8 @@
-"""The user's configuration of a pipeline, its checks, and the values derived from it."""
+"""The user's configuration of a pipeline, its checks, and the values derived from it.
+
+It is in this package, below ``engine.pipeline`` and ``engine.parallelize``, since the cut needs it,
+and ``parallelize`` asks for the cut.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_choice, check_count
 from lightning_dist.engine.schedules.family import ScheduleFamily
-from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
+from lightning_dist.engine.schedules.registry import PipelineShape, find_family
 from lightning_dist.engine.schedules.update_rule import UpdateRule, WeightVersions
 from lightning_dist.engine.stashing.learning_rates import RateCorrection
 from lightning_dist.engine.stashing.policy import Predict
@@ -78,7 +82,7 @@ class PipelineConfig:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise ValueError(f"{name}={value!r} must be a string, like {example!r}.")
-        rule = self.schedules.update_rule
+        rule = self.family.update_rule
         check_choice("weight_versions", self.weight_versions, get_args(WeightVersions))
         if self.weight_versions != "stash" and rule.is_asynchronous and rule.is_joint:
             raise ValueError(
@@ -132,7 +136,7 @@ class PipelineConfig:
         """Returns the correction of a rank's learning rate; None without one."""
         if self.staleness_correction != "lr":
             return None
-        rule, sizes = self.schedules.update_rule, (shape.num_ranks, shape.num_microbatches)
+        rule, sizes = self.family.update_rule, (shape.num_ranks, shape.num_microbatches)
         age = rule.weights(self.weight_versions, shape.rank, *sizes).age
         return RateCorrection(rule.delay(shape.rank, *sizes) + age, self.correction_steps)
 
@@ -165,9 +169,9 @@ class PipelineConfig:
         )
 
     @property
-    def schedules(self) -> ScheduleFamily:
-        """The kind of schedule."""
-        return find_schedules(self.schedule)
+    def family(self) -> ScheduleFamily:
+        """The family of the schedule."""
+        return find_family(self.schedule)
 
     @property
     def is_traced(self) -> bool:
@@ -177,7 +181,7 @@ class PipelineConfig:
     @property
     def asynchronous(self) -> bool:
         """Whether batches overlap, so that weights are stale."""
-        return self.schedules.update_rule.is_asynchronous
+        return self.family.update_rule.is_asynchronous
 
     def rank_of_stage(self, num_ranks: int) -> tuple[int, ...]:
         """Returns the rank of each stage.
@@ -186,15 +190,15 @@ class PipelineConfig:
             ValueError: The schedule takes other numbers of stages or micro-batches.
         """
         per_rank = None if self.stages_per_rank == "auto" else self.stages_per_rank
-        found = self.schedules.rank_of_stage(num_ranks, per_rank)
-        self.schedules.check_microbatches(num_ranks, self.training_microbatches(num_ranks))
+        found = self.family.rank_of_stage(num_ranks, per_rank)
+        self.family.check_microbatches(num_ranks, self.training_microbatches(num_ranks))
         return found
 
     def training_microbatches(self, num_ranks: int) -> int:
         """Returns the number of micro-batches of a training batch on so many ranks."""
         if self.num_microbatches != "auto":
             return self.num_microbatches
-        return self.schedules.default_microbatches(num_ranks)
+        return self.family.default_microbatches(num_ranks)
 
     def evaluation_microbatches(self, num_ranks: int) -> int:
         """Returns the number of micro-batches of a batch that runs forward only."""
@@ -235,7 +239,7 @@ def share_among_stages(
         config.rank_of_stage(world_size)
         return MeshShape(pp=world_size)
     per_rank = None if config.stages_per_rank == "auto" else config.stages_per_rank
-    num_ranks = config.schedules.num_ranks(num_stages, per_rank)
+    num_ranks = config.family.num_ranks(num_stages, per_rank)
     config.rank_of_stage(num_ranks)
     if world_size % num_ranks:
         above = num_ranks * (world_size // num_ranks + 1)

@@ -1,4 +1,8 @@
-"""The cut of a model into stages: decided on the whole model, then carried out."""
+"""The cut of a model into stages: decided on the whole model, then carried out.
+
+All ranks decide alike, since each of them sees the whole model. The two are apart, so that a caller
+may run ``configure_optimizers`` in between, which may read any parameter's value.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +160,7 @@ def find_split(
     if len(layers_per_stage) > 1:
         refuse_places_outside(module, path, layers.module)
     ties = find_ties(layers, layers_per_stage)
-    if not config.schedules.update_rule.is_joint:
+    if not config.family.update_rule.is_joint:
         refuse_ties(ties, _NO_SUM_IN_TIME.format(config.schedule))
     return PipelineSplit(
         path=path,

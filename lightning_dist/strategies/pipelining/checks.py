@@ -67,7 +67,7 @@ def check_trainer(
             f"{asked} does not go with schedule={config.schedule!r}, which updates the weights"
             " after each batch. Use larger batches, or schedule='1f1b'."
         )
-    if not config.schedules.update_rule.is_joint and clips_by_norm(trainer, module):
+    if not config.family.update_rule.is_joint and clips_by_norm(trainer, module):
         asked = f"gradient_clip_val={trainer.gradient_clip_val}"
         if is_overridden("configure_gradient_clipping", module):
             asked = "A `clip_gradients` in `configure_gradient_clipping`"

@@ -50,7 +50,7 @@ class StageUpdates(RunSetup):
 
     @property
     def _rule(self) -> UpdateRule:
-        return self._config.schedules.update_rule
+        return self._config.family.update_rule
 
     # --- one update --------------------------------------------------------------------------
 

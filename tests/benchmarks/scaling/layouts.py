@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
+from lightning_dist.engine.schedules.registry import PipelineShape, find_family
 
 LAYERS = 2
 """Of each stage; a pipeline's model grows with it. Of the whole model elsewhere."""
@@ -30,13 +30,13 @@ class Layout:
         """Returns the number of stages."""
         if not self.schedule:
             return 1
-        return len(find_schedules(self.schedule).rank_of_stage(self.mesh(num_ranks).pp))
+        return len(find_family(self.schedule).rank_of_stage(self.mesh(num_ranks).pp))
 
     def microbatches(self, wanted: int) -> int:
         """Returns the number of micro-batches of a batch."""
         if not self.schedule:
             return 1
-        splits = find_schedules(self.schedule).update_rule.splits_batches
+        splits = find_family(self.schedule).update_rule.splits_batches
         return wanted if splits else 1
 
     def shape(self, num_ranks: int, wanted: int, rank: int) -> PipelineShape:

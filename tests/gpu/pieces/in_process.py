@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
+from lightning_dist.engine.schedules.registry import PipelineShape, find_family
 from tests.gpu.setting import Setting
 from tests.helpers.networks.models import make_data, make_layers
 from tests.helpers.processes.threads import shapes_of
@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor]
 
 def shapes(schedule: str) -> list[PipelineShape]:
     """Returns both ranks of a schedule."""
-    per_rank = len(find_schedules(schedule).rank_of_stage(2)) // 2
+    per_rank = len(find_family(schedule).rank_of_stage(2)) // 2
     count = {"pipedream": 1, "pipedream_2bw": 2}.get(schedule, NUM_MICROBATCHES)
     return shapes_of(schedule, count, LAYERS[per_rank])
 

@@ -13,7 +13,7 @@ import pytest
 from lightning_dist import MeshStrategy, PipelineStrategy, TensorParallelStrategy
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
-from lightning_dist.engine.schedules.registry import find_schedules
+from lightning_dist.engine.schedules.registry import find_family
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.integration.conformance.strategies import ENTRIES
@@ -56,7 +56,7 @@ def tried() -> Iterator[Tried]:
     assert test_oracle.test_two_replicas_of_two_stages_equal_the_oracle
     assert test_one_batch_late.test_two_replicas_of_two_stages_equal_the_oracle
     for schedule in (*test_parity.SYNCHRONOUS, "pipedream", "pipedream_2bw"):
-        num_stages = len(find_schedules(schedule).rank_of_stage(2))
+        num_stages = len(find_family(schedule).rank_of_stage(2))
         pipeline = PipelineStrategy(schedule=schedule, num_stages=num_stages)
         yield Tried("PipelineStrategy", pipeline.mesh_shape(4), {"schedule": schedule})
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist import MeshStrategy, PipelineStrategy
-from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES
+from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, find_family
 from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
@@ -40,7 +40,8 @@ def fit(schedule: str, how: str) -> tuple[dict[str, Tensor], int]:
         module.model = torch.compile(module.model, backend=backend)
     elif how == "step":
         module.training_step = torch.compile(module.training_step, backend=backend)
-    count = {} if schedule in ("pipedream", "pipedream_2bw") else {"num_microbatches": 2}
+    overlaps = schedule != "mesh" and find_family(schedule).update_rule.is_asynchronous
+    count = {} if overlaps else {"num_microbatches": 2}
     strategy: Any
     if schedule == "mesh":
         strategy = MeshStrategy(pp=2, pipeline=PipelineConfig(partition="uniform", **count))

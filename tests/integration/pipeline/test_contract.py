@@ -20,7 +20,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.engine.pipeline.stage import Stage
-from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, find_schedules
+from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, PipelineShape, find_family
+from lightning_dist.engine.schedules.stash_depth import num_copies
 from tests.helpers.networks.models import (
     Classifier,
     make_loader,
@@ -178,7 +179,7 @@ def test_bf16_mixed_equals_a_single_device(workers: WorkerPool) -> None:
 
 def loader_for(schedule: str) -> Any:
     """Gives batches enough for what a schedule does to repeat itself, and an uneven one."""
-    return make_loader(38 if find_schedules(schedule).update_rule.is_asynchronous else 22)
+    return make_loader(38 if find_family(schedule).update_rule.is_asynchronous else 22)
 
 
 class Sleepy(nn.Module):
@@ -244,7 +245,7 @@ class Census(L.Callback):
 def count_alive(devices: int, schedule: str) -> Any:
     census = Census()
     census.watch()
-    is_flushed = not find_schedules(schedule).update_rule.is_asynchronous
+    is_flushed = not find_family(schedule).update_rule.is_asynchronous
     count = 8 if is_flushed else "auto"
     strategy = PipelineStrategy(schedule=schedule, num_microbatches=count)
     trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
@@ -276,15 +277,19 @@ def test_vertical_sync_holds_a_version_per_stage_on_each(workers: WorkerPool) ->
 
 
 @pytest.mark.some("zbv", "pipedream_2bw")
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name != "pipedream"])
+@pytest.mark.parametrize(
+    "schedule", [n for n in SCHEDULE_NAMES if find_family(n).update_rule.splits_batches]
+)
 def test_no_more_activations_than_the_schedule_says(workers: WorkerPool, schedule: str) -> None:
-    family = find_schedules(schedule)
+    family = find_family(schedule)
     homes = family.rank_of_stage(4)
     overlaps = family.update_rule.is_asynchronous
     built = family.build(homes, 4, 3) if overlaps else family.build(homes, 8)
     ranks = workers.run(4, count_alive, 4, schedule)
     assert [flights for _, flights, _ in ranks] == [built.in_flight(rank) for rank in range(4)]
-    assert [versions for versions, *_ in ranks] == ([2, 2, 2, 1] if overlaps else [0] * 4)
+    copies = num_copies(PipelineShape(schedule, 4, (1,) * len(homes), 0), "stash")
+    wanted = [1 + count for count in copies] if overlaps else [0] * 4
+    assert [versions for versions, *_ in ranks] == wanted
 
 
 # --- summary and hooks ---------------------------------------------------------------------------

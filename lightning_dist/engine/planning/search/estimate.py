@@ -31,7 +31,7 @@ from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.messages import along_data, batch_to_ranks, inside_layers
 from lightning_dist.engine.planning.search.model_costs import MeasuredBatch, ModelCosts
 from lightning_dist.engine.planning.traffic import MessageKind
-from lightning_dist.engine.schedules.registry import build_schedule, find_schedules
+from lightning_dist.engine.schedules.registry import build_schedule, find_family
 from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.simulator import StageCosts, makespan_seconds
 
@@ -236,7 +236,7 @@ class Estimator:
         """Returns the part of each rank of a pipeline."""
         step = self.batch(layout).step
         cost, parts = step.of_stages(layout.partition), [_Part() for _ in range(layout.mesh.pp)]
-        family = find_schedules(layout.schedule)
+        family = find_family(layout.schedule)
         homes = family.rank_of_stage(layout.mesh.pp, layout.stages_per_rank)
         for stage, (home, end) in enumerate(zip(homes, accumulate(layout.partition), strict=True)):
             own = step.layers[end - layout.partition[stage] : end]

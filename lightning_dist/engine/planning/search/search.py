@@ -27,7 +27,7 @@ from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import ModelCosts
 from lightning_dist.engine.planning.search.plan import Plan, Ranking
 from lightning_dist.engine.schedules.orders import SYNCHRONOUS
-from lightning_dist.engine.schedules.registry import find_schedules
+from lightning_dist.engine.schedules.registry import find_family
 
 _MOST_STAGES_PER_RANK = 4
 _UNFITTING_SHOWN, _UNFITTING_TRIED = 2, 50
@@ -67,7 +67,7 @@ class Request:
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         for name in self.schedules:
-            if find_schedules(name).update_rule.is_asynchronous:
+            if find_family(name).update_rule.is_asynchronous:
                 raise ValueError(
                     f"schedule={name!r} trains with stale weights, so its time says nothing beside"
                     " that of other schedules. Leave it out, and see docs/choosing.md."
@@ -204,7 +204,7 @@ def _meshes(costs: ModelCosts, machine: Machine) -> Iterator[MeshShape]:
 def _staged(whole: Layout, costs: ModelCosts, schedules: Sequence[str]) -> Iterator[Layout]:
     pp = whole.mesh.pp
     for name in schedules:
-        family = find_schedules(name)
+        family = find_family(name)
         most = family.most_stages or _MOST_STAGES_PER_RANK
         for per_rank in range(family.fewest_stages, most + 1):
             # A parameter of two stages of one rank would be sharded twice.

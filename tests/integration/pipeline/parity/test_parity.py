@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DistributedSampler
 
 from lightning_dist import PipelineStrategy
-from lightning_dist.engine.schedules.registry import FAMILIES, SCHEDULE_NAMES, find_schedules
+from lightning_dist.engine.schedules.registry import FAMILIES, SCHEDULE_NAMES, find_family
 from tests.helpers.networks.models import (
     Classifier,
     make_data,
@@ -126,7 +126,7 @@ def fit_replicas(devices: int, schedule: str | None) -> Any:
     replicas = devices // 2 if schedule else 1
     strategy: Any = "auto"
     if schedule:
-        num_stages = len(find_schedules(schedule).rank_of_stage(2))
+        num_stages = len(find_family(schedule).rank_of_stage(2))
         strategy = PipelineStrategy(
             num_stages=num_stages, schedule=schedule, num_microbatches=2, partition="uniform"
         )

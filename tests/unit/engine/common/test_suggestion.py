@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_dist.engine.common.names import nearest
-from lightning_dist.engine.schedules.registry import find_schedules
+from lightning_dist.engine.schedules.registry import find_family
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ def test_names_that_are_near(wanted: str, question: str) -> None:
 
 def test_a_schedule_in_capitals() -> None:
     with pytest.raises(ValueError, match=r"'1F1B' is unknown. Did you mean '1f1b'.* Use one of"):
-        find_schedules("1F1B")
+        find_family("1F1B")

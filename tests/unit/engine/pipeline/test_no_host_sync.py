@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, find_schedules
+from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, find_family
 from tests.helpers.processes.threads import run_ranks, shapes_of
 
 META = torch.device("meta")
@@ -49,9 +49,9 @@ def train(model: nn.Sequential, pipeline: Pipeline) -> int:
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_a_step_reads_no_value_of_the_device(schedule: str) -> None:
-    per_rank = find_schedules(schedule).fewest_stages
-    layers = (1,) * 4 if per_rank == 2 else (2, 2)
-    count = 1 if schedule == "pipedream" else 2
+    family = find_family(schedule)
+    layers = (1,) * 4 if family.fewest_stages == 2 else (2, 2)
+    count = 2 if family.update_rule.splits_batches else 1
     shapes = shapes_of(schedule, count, layers)
     assert run_ranks(make, shapes, train, device=META) == [4, 4]
 

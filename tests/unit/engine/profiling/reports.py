@@ -17,7 +17,7 @@ from lightning_dist.engine.profiling.record import (
     StepCount,
 )
 from lightning_dist.engine.profiling.report import ProfileReport
-from lightning_dist.engine.schedules.registry import PipelineShape, find_schedules
+from lightning_dist.engine.schedules.registry import PipelineShape, find_family
 from lightning_dist.engine.schedules.schedule import lower
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.timeline import Span
@@ -34,7 +34,7 @@ def shape_of(schedule: str, rank: int) -> PipelineShape:
 
 def played(schedule: str) -> tuple[Span, ...]:
     shape = shape_of(schedule, 0)
-    order = find_schedules(schedule).build(shape.rank_of_stage, shape.num_microbatches)
+    order = find_family(schedule).build(shape.rank_of_stage, shape.num_microbatches)
     return simulate(lower(order), COSTS).spans
 
 

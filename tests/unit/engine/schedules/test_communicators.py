@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.family import ScheduleFamily
-from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, PipelineShape, find_schedules
+from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, PipelineShape, find_family
 from lightning_dist.engine.schedules.rounds import Rounds
 
 GroupOf = Callable[[int, int, tuple[int, ...]], Hashable]
@@ -131,7 +131,7 @@ def actions(
 
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[str, int, int, int]:
-    family = find_schedules(draw(st.sampled_from(SCHEDULE_NAMES)))
+    family = find_family(draw(st.sampled_from(SCHEDULE_NAMES)))
     assert isinstance(family, ScheduleFamily)
     num_ranks = draw(st.integers(2, 6))
     per_rank = draw(st.integers(family.fewest_stages, family.most_stages or 4))

@@ -16,7 +16,7 @@ from lightning_dist.engine.schedules.registry import (
     SCHEDULE_NAMES,
     PipelineShape,
     build_forward_schedule,
-    find_schedules,
+    find_family,
 )
 from lightning_dist.engine.schedules.rounds import Rounds, Stream
 from lightning_dist.engine.schedules.schedule import lower
@@ -73,8 +73,8 @@ def test_results_are_told_before_the_weights_of_the_last_microbatches() -> None:
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_a_rank_builds_its_own_actions_and_those_of_no_other(name: str) -> None:
     """Else each rank's start would grow with the number of ranks, for the same work."""
-    family = find_schedules(name)
-    count = 1 if name == "pipedream" else 4
+    family = find_family(name)
+    count = 4 if family.update_rule.splits_batches else 1
     homes = family.rank_of_stage(4)
     asked: set[int] = set()
 
@@ -119,4 +119,4 @@ def test_an_evaluation_has_the_rounds_of_the_whole_schedule() -> None:
 def test_micro_batches_have_two_samples_where_the_schedule_can(
     schedule: str, num_ranks: int, batch_size: int, expected: int
 ) -> None:
-    assert find_schedules(schedule).microbatches_of(num_ranks, batch_size, 8) == expected
+    assert find_family(schedule).microbatches_of(num_ranks, batch_size, 8) == expected

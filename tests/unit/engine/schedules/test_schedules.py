@@ -15,7 +15,7 @@ from lightning_dist.engine.schedules.registry import (
     ScheduleFamily,
     build_forward_schedule,
     build_schedule,
-    find_schedules,
+    find_family,
 )
 from lightning_dist.engine.schedules.rounds import Stream
 from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError, lower
@@ -30,7 +30,7 @@ LOOPED = ("interleaved_1f1b", "looped_bfs")
 @st.composite
 def schedules(draw: st.DrawFn, *names: str) -> Schedule:
     """Draws a schedule of one of some families, in any size that it takes."""
-    family = find_schedules(draw(st.sampled_from(names or SCHEDULE_NAMES)))
+    family = find_family(draw(st.sampled_from(names or SCHEDULE_NAMES)))
     assert isinstance(family, ScheduleFamily)
     num_ranks = draw(stages)
     per_rank = draw(st.integers(family.fewest_stages, family.most_stages or 4))
@@ -276,13 +276,13 @@ def test_sizes_below_one_are_refused(sizes: tuple[int, int]) -> None:
 
 
 def test_a_synchronous_round_is_the_whole_schedule() -> None:
-    family = find_schedules("gpipe")
+    family = find_family("gpipe")
     stream = Stream(family, family.rank_of_stage(3), num_microbatches=4, rank=1)
     whole = lower(build_schedule("gpipe", num_stages=3, num_microbatches=4))
     assert stream.round(0) == stream.round(7) == whole.ranks[1]
     assert stream.drain(3) == ()
     with pytest.raises(ValueError, match="one micro-batch"):
-        Stream(find_schedules("pipedream"), (0, 1), num_microbatches=2, rank=0)
+        Stream(find_family("pipedream"), (0, 1), num_microbatches=2, rank=0)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,14 @@ from lightning_dist.engine.schedules.registry import FAMILIES, build_schedule
 from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError
 
 SYNCHRONOUS = [n for n, f in FAMILIES.items() if not f.update_rule.is_asynchronous]
+NAMES_IN_TORCH = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "zb_h1": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}
 SIZES = [(2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (8, 16)]
 
 Orders = dict[int, list[torch_schedules._Action]]
@@ -73,21 +81,14 @@ def order_of_torch(name: str, rank: int, num_ranks: int, num_microbatches: int) 
         n_local_stages=per_rank,
         microbatches_per_round=num_microbatches // rounds,
     )
+    of_torch = getattr(torch_schedules, NAMES_IN_TORCH[name])
     if name in ("gpipe", "1f1b"):
-        single = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}[name]
-        return getattr(torch_schedules, single)._get_pipeline_order(schedule)[rank]  # type: ignore[no-any-return]
-    several = {
-        "interleaved_1f1b": "ScheduleInterleaved1F1B",
-        "looped_bfs": "ScheduleLoopedBFS",
-        "zb_h1": "ScheduleInterleavedZeroBubble",
-        "zbv": "ScheduleZBVZeroBubble",
-    }[name]
-    calculate = getattr(torch_schedules, several)._calculate_single_rank_operations
-    return calculate(schedule, rank)  # type: ignore[no-any-return]
+        return of_torch._get_pipeline_order(schedule)[rank]  # type: ignore[no-any-return]
+    return of_torch._calculate_single_rank_operations(schedule, rank)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", NAMES_IN_TORCH)
 def test_the_order_is_that_of_torch(name: str, sizes: tuple[int, int]) -> None:
     ours = in_torch(build(name, *sizes))
     for rank in range(sizes[0]):
