@@ -1,4 +1,9 @@
-"""Whole predictions from ``trainer.predict``, under any layout."""
+"""Returns all predictions from ``trainer.predict`` on each rank, under any layout.
+
+Data replicas predict for different samples, in an order that only their sampler knows. So samples
+are joined by their index in the data set. Stages and tensor-parallel ranks of a replica have the
+same predictions, and only the first of them sends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Measure this rank's steps, each according to its role, under any strategy."""
+"""Measures this rank's training steps, under any strategy.
+
+Counting operations and tracing collectives slow a step down, so no step is counted or traced and
+timed. The plan of steps (:mod:`.profiling.step_plan`) says what each step is measured for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Clocks, and what ends or begins a run anew: signals, and restarts by the launcher."""
+"""Checks clocks, signals and restarts: what only shows when a run has failed or is asked to stop.
+
+Logs of hosts with different clocks do not line up. A process that ignores SIGTERM cannot save.
+"""
 
 from __future__ import annotations
 

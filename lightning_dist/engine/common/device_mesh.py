@@ -1,4 +1,8 @@
-"""torch's mesh of ranks, for sharded and replicated tensors."""
+"""Builds torch's mesh of ranks, for sharded and replicated tensors.
+
+The sizes are those of :class:`.MeshShape`, which knows no torch. Axes of one rank are left out
+where FSDP2 can do without, since each axis of torch's mesh has a process group.
+"""
 
 from __future__ import annotations
 

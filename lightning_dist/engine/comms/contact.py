@@ -1,4 +1,8 @@
-"""The way to the store at which ranks meet: an address and a port that answer, and as a store."""
+"""Connects to the store at which ranks meet, and explains why that fails.
+
+torch waits for the whole timeout, wherever an address leads. So the port is tried first, then the
+store behind it. Each failure says what was found there, and what to change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The ends of channels that one rank of a pipeline has."""
+"""The ends of channels that one rank of a pipeline has, by what they are for.
+
+Two stages of a rank may use one channel. So all ends of a rank are interrupted and closed together,
+each once.
+"""
 
 from __future__ import annotations
 

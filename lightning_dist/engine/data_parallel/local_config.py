@@ -1,4 +1,8 @@
-"""When replicas that step by themselves average their weights, and what becomes of the mean."""
+"""The user's configuration of replicas that step by themselves, and its checks.
+
+It says when the replicas average their weights, and how the mean becomes their next weights.
+:mod:`.data_parallel.local_sgd` does so.
+"""
 
 from __future__ import annotations
 

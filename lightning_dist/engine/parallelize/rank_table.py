@@ -1,4 +1,8 @@
-"""A table of all ranks: their places on the mesh, and the parameters that they hold."""
+"""A table of all ranks: their hosts, their places on the mesh, and the parameters that they hold.
+
+A launcher may number ranks in another way than the user expects. Then an axis that sends much
+crosses hosts, and nothing but the time shows it.
+"""
 
 from __future__ import annotations
 

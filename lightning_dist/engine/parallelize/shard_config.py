@@ -1,4 +1,7 @@
-"""How a model's parameters are sharded over the data axes, as a user asks for it."""
+"""The user's configuration of shards over the data axes, its checks, and what is derived from it.
+
+A mesh may have nothing to shard. Then the same arguments say how replicas average gradients.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@
 
 Under a synchronous schedule each batch ends with gradients, and :meth:`Pipeline.drain` has nothing
 to do. Under ``pipedream`` the first ``num_stages - 1 - stage`` batches after a drain only fill the
-pipeline. Each later batch ends with the gradients of the minibatch that many batches ago. Under
+pipeline. Each later batch ends with the gradients of the batch that many batches ago. Under
 ``pipedream_2bw`` only the first batch fills; later ones end with the previous batch's gradients.
 
 Ranks that share a parameter each have a copy. :mod:`.pipeline.tied_gradients` keeps the copies

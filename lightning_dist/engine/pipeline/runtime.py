@@ -265,7 +265,7 @@ class Runtime:
             flight = self._stages[action.stage_index].in_flight[index]
             lines.append(f"  layer input: {_describe(flight.layer_input)}")
         schedule = self._build()  # here, since all ranks' actions are many more than this one's
-        # A later minibatch is drawn at an equal one's place.
+        # A later micro-batch is drawn at an equal one's place.
         mark = replace(action, microbatch_index=min(index, schedule.num_microbatches - 1))
         lines.append(f"Schedule {schedule.name}, one row per rank:")
         return "\n".join([*lines, schedule.format_grid(mark=mark)])

@@ -1,4 +1,7 @@
-"""What devices can do, from their makers' data sheets."""
+"""The peak FLOPs, memory and links of devices, from their makers' data sheets.
+
+Plans for a machine that is not at hand begin with these, and MFU is a share of the peak.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The time of collectives in a traced step, and the part of it that no compute hid."""
+"""The time of collectives in a traced step, and the *exposed* part, which no compute hid.
+
+A trace has intervals that overlap: several collectives at once, kernels beside them. So times are
+lengths of unions and differences of intervals, and no moment counts twice.
+"""
 
 from __future__ import annotations
 

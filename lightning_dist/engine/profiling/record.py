@@ -1,4 +1,8 @@
-"""One rank's measurements of some training steps, to be sent to another rank."""
+"""One rank's measurements of some training steps, as plain values that can be pickled.
+
+Each rank sends its record. All that combines ranks is computed from the records
+(:mod:`.profiling.report`), so it is the same on each of them.
+"""
 
 from __future__ import annotations
 

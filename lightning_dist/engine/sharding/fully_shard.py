@@ -2,9 +2,11 @@
 
 A *unit* is a module whose parameters are gathered in one collective before its forward, and freed
 after it. A root, the module that is called, is always a unit: it takes the parameters that no unit
-inside it has. What has no public way in FSDP2 is done here: to forget a step that an exception has
-ended (before torch 2.13, in versions that do not change any more), to train a unit that was frozen
-when the root was first called, and not to use all of a unit's parameters in each step of an update.
+inside it has.
+
+For some needs FSDP2 has no public function, and this module uses private names: to forget a step
+that an exception has ended (before torch 2.13), to train a unit that was frozen when the root was
+first called, and to use other parameters of a unit in each step of an update.
 """
 
 from __future__ import annotations

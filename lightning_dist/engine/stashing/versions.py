@@ -1,6 +1,6 @@
 """Versions of a stage's parameters, kept as long as a micro-batch needs them.
 
-A backward of a minibatch runs with the weights that its forward used, while newer ones already
+A backward of a batch runs with the weights that its forward used, while newer ones already
 exist (PipeDream: Narayanan et al., SOSP 2019, section 3.3). The forward runs on *aliases*: tensors
 that share the parameters' memory and are leaves of its autograd graph. If a micro-batch in flight
 uses the present memory when the optimizer is about to write, the parameters move to a fresh copy:
@@ -8,7 +8,7 @@ at most one copy per step, and none on the last stage. So they do behind a batch
 pipeline, since hooks may write there, too. Overwriting the memory under a live graph would be
 silently wrong for convolutions and norms.
 
-Under vertical sync (the same section) a minibatch uses the same version on each stage. The later a
+Under vertical sync (the same section) a batch uses the same version on each stage. The later a
 stage, the newer its weights, so a stage keeps some versions for its next forwards.
 """
 

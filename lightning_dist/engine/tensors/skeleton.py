@@ -1,4 +1,7 @@
-"""Copies of modules and tensors without values, for code that looks at their structure only."""
+"""Copies of modules and tensors without values, for code that looks at their structure only.
+
+Such a copy stands for a layer of another rank. On the meta device it takes no memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Everything of a pipeline that exists between a strategy's ``setup`` and its ``teardown``."""
+"""Opens all parts of a pipeline at a strategy's ``setup``, and closes them at its ``teardown``.
+
+Two strategies run pipelines, on whole layers and on shards. The parts and their order are the same
+for both, and :class:`WrappedStages` is all that differs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Say at the start of training how a pipeline was cut, and how batch statistics are computed."""
+"""Says at the start of training how a pipeline was cut, and how batch statistics are computed.
+
+Both depend on the first batch, whose size decides the micro-batches, so the line waits for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Run the user's steps through the pipeline, and send the results to all ranks."""
+"""Runs the user's steps through the pipeline, and sends their outcomes to all ranks.
+
+Only the last stage has a step's result, its logged values and its request to stop. Lightning's
+loops run on each rank and must see the same. Under an asynchronous schedule the first stage would
+have to wait for them, so all ranks take an outcome some batches later.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A rank's part in a parameter server: what it pushes, and its server if it has one."""
+"""A rank's part in a parameter server: a worker on each rank, and a server on the first ones.
+
+The servers share the parameters out among them, so a push is one message to each server. A worker
+reaches the server of its own process through memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The agreement on another partition of a pipeline that trains, and what it has changed."""
+"""The agreement of all ranks on another partition, before layers move, and what has moved.
+
+A partition that does not fit is refused on all ranks before any rank sends a layer.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The bytes that a rank of a mesh holds, with and without stages.
 
-Some moments are compared. In backwards there are all activations, and what an operation needs. An
-update has temporary tensors. In its second forward DDP makes its buckets anew, in the order in
-which gradients have come, while the old ones still hold the last gradients. And what averages the
-gradients of stages, when activations are gone, copies them into messages.
+The peak is at one of three moments. In a backward there are all activations, and what one operation
+needs. An update has temporary tensors. The third moment has no activations, but copies: in its
+second forward DDP builds its buckets anew, in the order in which gradients came, while the old ones
+hold the last gradients; and replicas of stages copy gradients into messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A layout: all sizes that a strategy is given, and what a step on it is expected to cost."""
+"""A layout: all arguments of a strategy that a search chooses, and the expected cost of a step.
+
+The cost is kept by kind (compute, bubble, waits, memory), so that a plan can say why it lost.
+"""
 
 from __future__ import annotations
 

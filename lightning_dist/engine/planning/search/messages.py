@@ -1,4 +1,8 @@
-"""The messages of a step: along the data axes and inside of layers, by rings, and the batch."""
+"""The waits of a step for messages: gradients and parameters, layers' results, and batches.
+
+Collectives are taken for rings. No wait is hidden here; the estimate (:mod:`.search.estimate`)
+subtracts what a rank computes meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The most memory that operations take at a time, temporary tensors included."""
+"""Measures the most memory that operations take at a time, temporary tensors included.
+
+Saved tensors are counted by hooks (:mod:`.meters.memory`). Temporary ones pass no hook, so what the
+allocator reports is read.
+"""
 
 from __future__ import annotations
 

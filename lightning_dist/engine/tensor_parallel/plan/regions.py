@@ -1,4 +1,8 @@
-"""Finds the layers of a plan that form a region: those that open it, and the one that ends it."""
+"""Finds the layers of a plan that form a region: those that open it, and the one that ends it.
+
+A plan names layers one by one. Which of them belong together is not in it, and follows from their
+names: the layers of an attention or an MLP are near each other in the module tree.
+"""
 
 from __future__ import annotations
 

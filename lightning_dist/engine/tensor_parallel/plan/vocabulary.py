@@ -1,4 +1,7 @@
-"""Finds the two layers that are as large as the vocabulary: token embedding and head."""
+"""Finds the two layers that are as large as the vocabulary: token embedding and head.
+
+They may share one weight, and one weight is sharded in one way. So the two are found together.
+"""
 
 from __future__ import annotations
 

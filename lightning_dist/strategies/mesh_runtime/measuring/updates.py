@@ -1,4 +1,8 @@
-"""Time an update of the optimizer that a plan assumes, and weigh what is there for a moment."""
+"""Measures an update of the optimizer that a plan assumes: its time, and its temporary memory.
+
+A plan is made before ``configure_optimizers`` runs. So the update is that of AdamW or SGD, with as
+many tensors of state for each parameter as the plan is told.
+"""
 
 from __future__ import annotations
 
