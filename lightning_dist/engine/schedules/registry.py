@@ -52,7 +52,7 @@ def build_schedule(
     stages_per_rank: int | None = None,
     num_batches: int = 1,
 ) -> Schedule:
-    """Builds a schedule of compute actions.
+    """Builds a schedule of compute actions; :func:`.lower` adds what is sent and updated.
 
     Args:
         name: One of :data:`SCHEDULE_NAMES`, or ``"file:"`` and the path of a CSV file.

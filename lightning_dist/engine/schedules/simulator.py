@@ -24,7 +24,7 @@ class StageCosts:
     Attributes:
         forward_seconds: Time of one micro-batch's forward, by stage.
         backward_seconds: Time of one micro-batch's full backward, by stage.
-        transfer_seconds: Time from a send until its receive can end.
+        transfer_seconds: Time from a send until the receive on another rank can end.
         update_seconds: Time of one optimizer update.
         input_share: Share of the inputs' gradients in a backward's time, if a schedule splits the
             backward; the weights' gradients take the rest.

@@ -19,9 +19,13 @@ class SpanKind(StrEnum):
     """What a rank does during a span."""
 
     COMPUTE = "compute"
+    """A forward, a backward or a part of one."""
     WAIT = "wait"
+    """A receive, until its message is there."""
     COMMUNICATION = "communication"
+    """A send, or the average of gradients over replicas."""
     UPDATE = "update"
+    """The optimizer's writes."""
 
 
 @dataclass(frozen=True, slots=True)
