@@ -49,6 +49,20 @@ def test_the_page_of_schedules_draws_each_as_the_code_does() -> None:
     assert set(shown) == set(SCHEDULE_NAMES)
 
 
+def test_the_index_names_each_page_in_its_table_and_the_site_in_a_toctree() -> None:
+    folder = ROOT / "docs"
+    index = (folder / "index.md").read_text(encoding="utf-8")
+    pages = {path.stem for path in folder.glob("*.md")} - {"index"}
+    listed = set(re.findall(r"^\| \[\w+\.md\]\((\w+)\.md\)", index, re.MULTILINE))
+    assert pages - listed == set()
+    trees = "".join(
+        tree
+        for path in folder.glob("*.md")
+        for tree in re.findall(r"^```{toctree}\n(.*?)^```", path.read_text("utf-8"), re.M | re.S)
+    )
+    assert pages - set(trees.split()) == set()
+
+
 def snippets(page: str) -> Iterator[str]:
     """Yields the Python of a page: blocks, new lines of a diff, and what stands in a line.
 
