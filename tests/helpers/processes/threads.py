@@ -89,6 +89,15 @@ def run_ranks(
         thread.start()
     for thread in threads:
         thread.join(seconds)
+    stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if stuck and not failures:
+        # The runtime adds to the error in which action of the schedule a rank was waiting.
+        error = TimeoutError(f"Ranks {stuck} have not ended in {seconds:g} seconds.")
+        for end in links:
+            end.interrupt(error)
+        for rank in stuck:
+            threads[rank].join(seconds)
+        raise error
     if failures:
         raise failures[0]
     return [results[rank] for rank in range(len(shapes))]
