@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from numbers import Integral, Real
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_dist.engine.tensors.remote_tensor import check_known
 from lightning_dist.engine.tensors.samples import Samples, samples_of
-from lightning_dist.engine.tensors.tree import map_leaves
+from lightning_dist.engine.tensors.tree import map_leaves, map_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class Microbatch:
     content: Any
     num_samples: int
     weight: float
+
+    def copied(self) -> Microbatch:
+        """Returns one whose containers and tensors a step may change."""
+        return replace(self, content=map_tensors(torch.clone, self.content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,9 @@ def _count_if_known(batch: Any) -> int:
 
 def _cut(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
     if isinstance(leaf, Tensor) and leaf.ndim > 0:
-        return torch.split(leaf, list(sizes))
+        pieces = torch.split(leaf, list(sizes))
+        # Of one version, a step could not write into its piece while another is in flight.
+        return pieces if leaf.requires_grad else [piece.data for piece in pieces]
     if isinstance(leaf, list | tuple):
         ends = list(accumulate(sizes))
         return [leaf[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -11,7 +11,7 @@ stage, with which shapes, and where in the schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Work:
         seed: Integers that name the batch for the random numbers.
         loss_scale: Multiplies the loss, so that small gradients survive in half precision.
         partition: The layers per stage.
+        keys: The keys that :meth:`key` has found.
     """
 
     microbatches: Mapping[int, Microbatch]
@@ -56,12 +57,19 @@ class Work:
     seed: tuple[int, ...]
     loss_scale: float = 1.0
     partition: tuple[int, ...] = ()
+    keys: dict[int, Hashable] = field(default_factory=dict)
 
     def key(self, index: int) -> Hashable:
         """Returns what all stages know beforehand of the messages about a micro-batch.
 
-        They know nothing, None, of a batch of an unknown class, whose tensors are not found.
+        They know nothing, None, of a batch of an unknown class, whose tensors are not found. The
+        first call must come before the step, which may take tensors out of the batch.
         """
+        if index not in self.keys:
+            self.keys[index] = self._find_key(index)
+        return self.keys[index]
+
+    def _find_key(self, index: int) -> Hashable:
         tensors, _ = flatten(self.microbatches[index].content)
         if not tensors:
             return None
@@ -161,6 +169,7 @@ class Runtime:
         assert work is not None
         number, index = place
         stage, microbatch = self._stages[number], work.microbatches[index]
+        work.key(index)  # the step may change the batch
         seed = (*work.seed, microbatch.index)
         received = self._received.pop(place, None)
         self._results[place] = stage.forward(index, microbatch, received, work.step, seed)

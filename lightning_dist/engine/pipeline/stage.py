@@ -118,6 +118,7 @@ class Stage:
 
     ``layers`` runs the stage's part of ``found``, the layers of all stages; ``interceptor`` lets it
     do so in the user's step. Data replicas differ in the second integer of ``seed`` only.
+    ``shares_batch`` says whether a later stage of this rank runs the step on the same micro-batch.
 
     Attributes:
         in_flight: The micro-batches with their forward done and their backward not, by index.
@@ -138,6 +139,7 @@ class Stage:
         gradients: HeldGradients,
         meter: StalenessMeter,
         calls: ModuleCalls,
+        shares_batch: bool,
     ) -> None:
         self.layers = layers
         self._swapped = SwappedWeights(layers, found.users_module)
@@ -151,6 +153,7 @@ class Stage:
         self._found = found
         self._seed, self._device = seed, device
         self._calls = calls
+        self._shares_batch = shares_batch
         self.in_flight: dict[int, InFlight] = {}
         self._split_backwards: dict[int, SplitBackward] = {}
         self.compares_samples: bool | None = None
@@ -216,7 +219,9 @@ class Stage:
             return output
 
         def in_step() -> Any:
-            own_step = partial(step, microbatch)
+            # The step may take something out of the batch, or write into its tensors.
+            own = microbatch.copied() if self._shares_batch else microbatch
+            own_step = partial(step, own)
             return self._interceptor.run(own_step, layers, leaves=not self.is_last)
 
         seed_python(*name)

@@ -245,6 +245,7 @@ class OwnStages(Mapping[int, Stage]):
             gradients=gradients,
             meter=StalenessMeter(policy.release, history, measures_discrepancy=measures),
             calls=self.calls,
+            shares_batch=number < max(shape.stages),
         )
 
 

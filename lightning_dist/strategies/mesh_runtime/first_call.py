@@ -92,7 +92,7 @@ def share_first_batch(
     """Reads the first batch on rank 0, and broadcasts it to all ranks. Collective.
 
     Returns:
-        The collated batch, and the number of loaders; None without a batch.
+        A copy of the collated batch, and the number of loaders; None without a batch.
 
     Raises:
         ValueError: Reading failed on rank 0.
@@ -102,6 +102,8 @@ def share_first_batch(
     if trainer.is_global_zero:
         try:
             read = read_first_batch(trainer, begun)
+            if read is not None:  # a step may write into what the run will read again
+                read = map_tensors(torch.clone, read[0]), read[1]
         except Exception as error:
             if trainer.world_size == 1:
                 raise
