@@ -15,6 +15,7 @@ Values of a GPU stay there, as numbers of no dim, so that logging does not wait 
 from __future__ import annotations
 
 import numbers
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -146,6 +147,9 @@ def _combined(
     return call, mean_of(values, weights) if reduce is None else reduce(values)
 
 
+_Turn: TypeAlias = tuple[str, int]
+"""The name of a call, and how many calls of a step for a micro-batch have had it before."""
+
 _OPTIONS = tuple(signature(pl.LightningModule.log).parameters)[3:]
 """Names of the arguments of ``self.log`` after the name and the value, in order."""
 
@@ -190,11 +194,11 @@ class StepLog:
         }
         # A step that is compiled is compiled without this code.
         self._log = torch.compiler.disable(self._record)
-        self._recorded: dict[str, list[_Logged]] = {}
+        self._recorded: dict[_Turn, list[_Logged]] = {}
         self._made: list[_Logged] = []
         self._microbatch = _Microbatch(0, 0.0)
-        self._given_sizes: dict[tuple[Hashable, str], GivenSize] = {}
-        self._counts: dict[tuple[Hashable, str], bool] = {}
+        self._given_sizes: dict[tuple[Hashable, _Turn], GivenSize] = {}
+        self._counts: dict[tuple[Hashable, _Turn], bool] = {}
 
     @contextmanager
     def recording(self, num_samples: int) -> Iterator[None]:
@@ -207,8 +211,11 @@ class StepLog:
         undo = replace_method(self._module, "log", self._log)
         try:
             yield
+            turns: Counter[str] = Counter()  # a step may log a name several times
             for each in self._made:
-                self._recorded.setdefault(each.call.name, []).append(each)
+                name = each.call.name
+                self._recorded.setdefault((name, turns[name]), []).append(each)
+                turns[name] += 1
         finally:
             undo()
 
@@ -231,11 +238,11 @@ class StepLog:
         """
         recorded, self._recorded = self._recorded, {}
         combined = []
-        for name, logged in recorded.items():
-            size = self._given_sizes.setdefault((step, name), GivenSize())
-            if (step, name) not in self._counts:  # reads the values, so only once
-                self._counts[step, name] = _count_something(logged)
-            combined.append(_combined(logged, size, counts=self._counts[step, name]))
+        for turn, logged in recorded.items():
+            size = self._given_sizes.setdefault((step, turn), GivenSize())
+            if (step, turn) not in self._counts:  # reads the values, so only once
+                self._counts[step, turn] = _count_something(logged)
+            combined.append(_combined(logged, size, counts=self._counts[step, turn]))
         values = _joined([value for _, value in combined])
         return BatchLog(tuple(call for call, _ in combined), values, num_samples)
 

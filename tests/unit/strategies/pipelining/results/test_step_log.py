@@ -43,6 +43,18 @@ def test_logged_values_are_combined_over_microbatches() -> None:
     assert log.take(4).calls == ()
 
 
+def test_calls_of_one_name_in_a_step_stay_apart() -> None:
+    module = Logging()
+    log = StepLog(module)
+    for value, size in ((1.0, 3), (5.0, 1)):
+        with log.recording(size):
+            for head in range(size, 0, -1):
+                module.log("head", value * head)
+    taken = log.take(4)
+    assert [call.name for call in taken.calls] == ["head"] * 3
+    assert taken.values.tolist() == [(3 * 3.0 + 5.0) / 4, 2.0, 1.0]
+
+
 def test_values_of_a_device_are_not_read() -> None:
     """Tensors on the meta device have no values: a read would raise."""
     module = Logging().to("meta")
