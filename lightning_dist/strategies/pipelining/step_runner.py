@@ -37,7 +37,12 @@ from lightning_dist.strategies.base.run_setup import ChangeStep, Step, StepConte
 from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCall, RankZeroCalls
 from lightning_dist.strategies.pipelining.results.stage_metrics import StageMetrics
 from lightning_dist.strategies.pipelining.results.step_log import BatchLog, StepLog
-from lightning_dist.strategies.pipelining.results.step_state import StepCounters, StepState
+from lightning_dist.strategies.pipelining.results.step_state import (
+    Changes,
+    StepCounters,
+    StepRates,
+    StepState,
+)
 
 _EVALUATION_STEPS = {
     RunningStage.SANITY_CHECKING: "validation_step",
@@ -56,6 +61,7 @@ class Outcome:
         should_stop: Whether the step asked to end the training.
         rank_zero_calls: What the step called that only rank 0 does.
         module_calls: With what the step called the pipelined module; None if not compared.
+        rates: What the step set in the optimizer's parameter groups.
     """
 
     log: BatchLog
@@ -63,6 +69,7 @@ class Outcome:
     should_stop: bool = False
     rank_zero_calls: Sequence[RankZeroCall] = ()
     module_calls: CallNotes | None = None
+    rates: Sequence[Changes] = ()
 
 
 class Outcomes:
@@ -140,6 +147,7 @@ class StepRunner:
         self._metrics = metrics
         self._step_state = step_state
         self._counters = StepCounters(module)
+        self._rates = StepRates(module.trainer, asynchronous=pipeline.asynchronous)
         self._rank_zero_calls = rank_zero_calls
         self._evaluation_microbatches = evaluation_microbatches
         self._change_step = change_step
@@ -178,9 +186,11 @@ class StepRunner:
             scalars = [map_tensors(lambda t: t.reshape(()), r) for r in _scalars_of(results)]
             calls = self._pipeline.stages.calls.take()
             self._undelivered.append((logged_step(trainer), calls))
-            self._publish(scalars, batch, ("training_step",), trainer.should_stop, calls)
+            rates, should_stop = self._rates.take(), trainer.should_stop
+            self._publish(scalars, batch, ("training_step",), should_stop, calls, rates)
 
         self._pipeline.stages.calls.begin_batch()
+        self._rates.begin_batch()
 
         # Published before the last backwards' weight halves, or other ranks would wait for them.
         self._pipeline.train_batch(
@@ -199,6 +209,7 @@ class StepRunner:
     def rehearse(self, pipeline: Pipeline, arguments: Sequence[Any], context: StepContext) -> None:
         """Runs a training batch through another pipeline, and drops its ``self.log`` calls."""
         batch, *rest = arguments
+        batch = map_tensors(torch.clone, batch)  # the step may write into it, and runs again
         batch = self._sample_lists.mark(batch, "training_step")
         step = self._step(self._module.training_step, context, rest)
         pipeline.train_batch(batch, step, seed=self._seed())
@@ -282,6 +293,7 @@ class StepRunner:
         step: Hashable,
         should_stop: bool = False,
         module_calls: CallNotes | None = None,
+        rates: Sequence[Changes] = (),
     ) -> None:
         if not self._pipeline.stages.has_last:
             self._outcomes.publish(None)
@@ -291,7 +303,7 @@ class StepRunner:
             [map_tensors(torch.detach, r) for r in results], self._pipeline.microbatch_sizes
         )
         calls = self._rank_zero_calls.take()
-        self._outcomes.publish(Outcome(log, result, should_stop, calls, module_calls))
+        self._outcomes.publish(Outcome(log, result, should_stop, calls, module_calls, rates))
 
     def _deliver(self, num_held_back: int, *, in_batch: bool = False) -> None:
         trainer = self._module.trainer
@@ -302,6 +314,7 @@ class StepRunner:
                 check_calls(own_calls, outcome.module_calls, [*self._pipeline.stages])
             self._log.replay(outcome.log)
             self._rank_zero_calls.make(outcome.rank_zero_calls)
+            self._rates.install(outcome.rates)
             self._last_result = outcome.result
             trainer.should_stop = trainer.should_stop or outcome.should_stop
             is_newest = index == len(outcomes) - 1

@@ -69,14 +69,24 @@ class EvaluatingTwice(Classifier):
         return TwiceSGD(self.parameters(), lr=0.1)
 
 
+class SettingRates(Classifier):
+    """Sets the learning rate for an update that is an earlier batch's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.02 * (self.global_step + 1)
+        return super().training_step(batch, batch_idx)
+
+
 KINDS = {
     "LBFGS": Quasi,
     "norm": Normed,
     "memory": Memorising,
     "changes": Decaying,
     "closure": EvaluatingTwice,
+    "rates": SettingRates,
 }
-SCHEDULES = {"changes": "zbv", "closure": "pipedream"}
+SCHEDULES = {"changes": "zbv", "closure": "pipedream", "rates": "pipedream"}
 
 
 def refused(kind: str) -> tuple[str, str]:
@@ -100,6 +110,7 @@ def refused(kind: str) -> tuple[str, str]:
         ("memory", "keep nothing of a step for the next"),
         ("closure", "has called its closure twice"),
         ("changes", "in hooks such as `on_train_batch_start`"),
+        ("rates", "has changed ['lr'] of the optimizer's parameter groups"),
     ],
 )
 def test_what_cannot_be_done_is_refused(workers: WorkerPool, kind: str, message: str) -> None:

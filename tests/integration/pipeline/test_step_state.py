@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_dist import MeshStrategy, PipelineStrategy
@@ -27,6 +28,7 @@ from tests.helpers.networks.models import (
     make_loader,
     make_module,
     make_trainer,
+    state_of,
 )
 from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 
@@ -324,3 +326,66 @@ def test_counters_of_micro_batches_are_warned_of(workers: WorkerPool) -> None:
     assert first == []  # it leaves each step where the next stage's layers begin
     assert text.startswith("Each step has added one to ['num', 'steps'], and a step runs once for")
     assert workers.run(2, warned_of_counters, 1) == [[], []]
+
+
+# --- what steps set in the optimizer --------------------------------------------------------------
+
+
+class Warming(Classifier):
+    """Sets the learning rate in the step, where only the last stage comes to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.02 * (self.global_step + 1)
+        return loss
+
+
+def warm_up(devices: int, schedule: str) -> tuple[dict[str, Tensor], float]:
+    strategy: Any = PipelineStrategy(schedule=schedule) if devices > 1 else "auto"
+    module = make_module(Warming)
+    trainer = make_trainer(devices=devices, strategy=strategy, accumulate_grad_batches=2)
+    trainer.fit(module, make_loader())
+    return state_of(module), trainer.optimizers[0].param_groups[0]["lr"]
+
+
+@pytest.mark.some("1f1b")
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_all_stages_have_the_rate_that_a_step_sets(workers: WorkerPool, schedule: str) -> None:
+    expected, rate = warm_up(1, schedule)
+    for state, found in workers.run(2, warm_up, 2, schedule):
+        assert found == rate
+        for name, value in state.items():
+            assert float((value - expected[name]).abs().max()) < 1e-12, name
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+class Remembering(Classifier):
+    """Counts in the step, and saves the count."""
+
+    num_seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.num_seen += len(batch[0])
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["num_seen"] = self.num_seen
+
+
+def save_inside_of_epochs(devices: int, folder: str) -> None:
+    strategy: Any = PipelineStrategy(schedule="pipedream") if devices > 1 else "auto"
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    options = {"callbacks": saving, "enable_checkpointing": True, "max_epochs": 2}
+    trainer = make_trainer(devices=devices, strategy=strategy, **options)
+    trainer.fit(make_module(Remembering), make_loader())
+
+
+def test_a_checkpoint_has_what_the_latest_step_keeps(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(2, save_inside_of_epochs, 2, str(tmp_path))
+    saved = {int(file.stem.removeprefix("step=")): file for file in tmp_path.iterdir()}
+    found = {step: load_full(file, weights_only=False)["num_seen"] for step, file in saved.items()}
+    assert found == {2: 16, 4: 32, 6: 46, 8: 62, 10: 78, 12: 92}

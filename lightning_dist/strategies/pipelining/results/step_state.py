@@ -1,4 +1,4 @@
-"""What steps leave in the module, for the hooks at the end of an epoch.
+"""What steps leave in the module, for the hooks at the end of an epoch and for checkpoints.
 
 Only the last stage runs a step to its end. What a step appends to a list there, or adds to a
 number or a buffer of the module, ``on_validation_epoch_end`` and its like read on each rank. So the
@@ -14,6 +14,9 @@ finds another partner on each.
 A step runs once for each micro-batch. So a counter in it, ``self.num += 1``, counts these, and a
 temperature that depends on it falls too fast. To count what a micro-batch has, such as its right
 predictions, is as right as on one device; so a counter is warned of, and left.
+
+A step may also set the optimizer's learning rate. All stages need that before their update, so it
+travels with the batch's outcome.
 """
 
 from __future__ import annotations
@@ -35,6 +38,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_group import gather_objects
+from lightning_dist.engine.stashing.learning_rates import (
+    changes_of_groups,
+    group_values,
+    install_values,
+)
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.fingerprints import fingerprint, projection
 from lightning_dist.engine.tensors.patch import surround_method
@@ -61,6 +69,52 @@ _BY_NAME = (
     " does, but by name: `followers = dict(teacher.named_parameters(remove_duplicate=False))`, and"
     " `followers[name].lerp_(p, 0.01)` for `name, p in model.named_parameters()`."
 )
+
+
+Changes = list[dict[str, Any]]
+"""Values of an optimizer's parameter groups that differ, by group."""
+
+
+class StepRates:
+    """Learning rates, and other values of the optimizer's groups, that training steps set.
+
+    Args:
+        asynchronous: Whether the update at hand is an earlier batch's.
+    """
+
+    def __init__(self, trainer: pl.Trainer, *, asynchronous: bool) -> None:
+        self._trainer = trainer
+        self._asynchronous = asynchronous
+        self._before: list[Changes] = []
+
+    def begin_batch(self) -> None:
+        """Prepares for the steps of a batch."""
+        self._before = [group_values(optimizer) for optimizer in self._trainer.optimizers]
+
+    def take(self) -> list[Changes]:
+        """Returns what the steps of a batch have set, by optimizer; empty if nothing.
+
+        Raises:
+            ValueError: Steps have set something, and the update at hand is an earlier batch's.
+        """
+        changes = []
+        for before, optimizer in zip(self._before, self._trainer.optimizers, strict=True):
+            found = group_values(optimizer)[: len(before)]  # an added group is refused elsewhere
+            changes.append(changes_of_groups(before, found))
+        names = sorted({name for groups in changes for group in groups for name in group})
+        if names and self._asynchronous:
+            raise ValueError(
+                f"`training_step` has changed {names} of the optimizer's parameter groups. Under an"
+                " asynchronous schedule the update at hand is an earlier batch's. Change them in"
+                " `on_train_batch_start`, or use a scheduler, or a synchronous schedule like"
+                " '1f1b'."
+            )
+        return changes if names else []
+
+    def install(self, changes: Sequence[Changes]) -> None:
+        """Sets what :meth:`take` has returned on the last stage."""
+        for optimizer, groups in zip(self._trainer.optimizers, changes, strict=False):
+            install_values(optimizer, groups)
 
 
 class StepState:
@@ -159,11 +213,14 @@ class StepState:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Takes what one stage alone has written. Collective: all stages of a replica call it.
+        """Takes what one stage alone has written, and what steps have changed.
+
+        A checkpoint may hold either. Collective: all stages of a replica call it.
 
         Raises:
             ValueError: Stages have written other values into a frozen parameter than each other.
         """
+        self.share()
         if not (self._buffers or self._fixed):
             return
         now = self._written()
