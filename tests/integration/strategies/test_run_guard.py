@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from lightning.pytorch.strategies import Strategy
 
 from lightning_dist import DDPStrategy, FSDPStrategy
-from lightning_dist.engine.comms.failures.peer_failure import RankFailedError
+from lightning_dist.engine.comms.failures.peer_failure import Failure, RankFailedError
 from tests.helpers.networks.models import make_loader, make_module, make_trainer
 from tests.helpers.processes.workers import WorkerPool
 
@@ -82,3 +83,47 @@ def test_the_others_end_with_it(
 ) -> None:
     other, _ = workers.run(2, fit, make, meeting)
     assert other == "Rank 1 failed first: KeyError: 'its own mistake'"
+
+
+class Outliving(DDPStrategy):
+    """Goes on behind any other rank's failure, and knows when there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_outlived = threading.Event()
+
+    def outlives(self, failure: Failure) -> bool:
+        self.has_outlived.set()
+        return True
+
+
+class FailsBehind(L.Callback):
+    """The last rank fails, and the others do when they have heard of that."""
+
+    def __init__(self) -> None:
+        self.raised_at = self.reported_at = 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_rank == trainer.world_size - 1:
+            raise KeyError("its own mistake")
+        assert strategy.has_outlived.wait(20.0)
+        self.raised_at = time.monotonic()
+        raise RuntimeError("a later one")
+
+    def on_exception(self, *_: Any) -> None:
+        self.reported_at = time.monotonic()
+
+
+def fail_behind() -> tuple[str, float]:
+    callback = FailsBehind()
+    trainer = make_trainer(devices=2, strategy=Outliving(), callbacks=[callback])
+    with pytest.raises((KeyError, RuntimeError)) as caught:
+        trainer.fit(make_module(), make_loader(16), make_loader(8))
+    return str(caught.value), callback.reported_at - callback.raised_at
+
+
+def test_a_report_waits_for_no_news_when_the_rank_has_outlived_them(workers: WorkerPool) -> None:
+    (error, seconds), _ = workers.run(2, fail_behind)
+    assert error == "a later one"
+    assert seconds < 1.0  # the wait for news is of two seconds

@@ -79,6 +79,7 @@ class RunGuard:
         self._timeout_seconds = timeout_seconds
         self._outlives = outlives
         self._failed = threading.Event()
+        self._has_news = threading.Event()  # of another rank's failure, outlived or not
         self._closed = threading.Event()
         self._own_failure: Failure | None = None
         self._peers_failure: Failure | None = None
@@ -197,7 +198,7 @@ class RunGuard:
             return
         if isinstance(exception, RuntimeError) and self._ring is not None:
             # A broken collective raises one too; the report of the rank that broke it may come.
-            self._failed.wait(_NEWS_SECONDS)
+            self._has_news.wait(_NEWS_SECONDS)
         self._failed.set()
         if self._ring is not None:
             self._own_failure = self._failure_of(exception, self._ring.standstill)
@@ -215,7 +216,9 @@ class RunGuard:
             with suppress(RuntimeError):  # the store's process is gone
                 self._notes.leave(0, numbers)
                 is_common = False
-                while not is_common and time.monotonic() < deadline and self.is_sound:
+                while not is_common and time.monotonic() < deadline:
+                    if self._has_news.is_set():
+                        break
                     is_common = bool(self._notes.await_common(0, numbers, _POLL_SECONDS))
                 if self._notes.decide(0, is_common):
                     found.set()
@@ -284,11 +287,13 @@ class RunGuard:
     def _on_peer_failure(self, failure: Failure) -> None:
         if self._outlives(failure):
             print(f"[rank {self._rank}] {failure}. Going on.", file=sys.stderr, flush=True)
+            self._has_news.set()
             return
         _end_unanswering(failure)
         was_known = self._failed.is_set()
         self._peers_failure = failure
         self._failed.set()
+        self._has_news.set()
         if not was_known:
             # At once: a launcher that notices too may kill this process before it can raise.
             print(f"[rank {self._rank}] {failure}", file=sys.stderr, flush=True)
