@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,8 +54,15 @@ def publish(temporary: Path, target: Path) -> None:
         target.rename(aside)
         temporary.rename(target)
     flush(target.parent)  # the new name must be on the disk before the old checkpoint goes
-    remove(temporary)
-    remove(aside)
+    for old in (temporary, aside):
+        try:
+            remove(old)
+        except OSError as error:  # raised, it would say that nothing was saved
+            warnings.warn(
+                f"{target} was saved, but the checkpoint before could not be removed: {error}."
+                f" Remove what is left of it in {old}.",
+                stacklevel=2,
+            )
 
 
 def link(path: Path, target: Path) -> None:
@@ -93,9 +101,15 @@ def withdraw(target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a directory, if there is one."""
+    """Removes a file, a link or a directory, if there is one.
+
+    Raises:
+        OSError: A part could not be removed; all others were.
+    """
     if _is_folder(path):
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(path)  # stops at its first error, and says what that is
     else:
         path.unlink(missing_ok=True)
 
@@ -132,9 +146,10 @@ def describe_failure(path: str | os.PathLike[str], error: BaseException) -> str:
     if "://" in os.fspath(path):
         return failed
     folder = next(p for p in Path(path).absolute().parents if p.is_dir())
-    free = shutil.disk_usage(folder).free
+    with suppress(OSError):  # of a disk that is gone; it would hide the save's own error
+        failed += f" {shutil.disk_usage(folder).free:,} bytes were free in {folder}."
     kept = " The checkpoint before is as it was." if os.path.lexists(path) else ""
-    return f"{failed} {free:,} bytes were free in {folder}.{kept}"
+    return failed + kept
 
 
 def is_storage_error(error: BaseException) -> bool:

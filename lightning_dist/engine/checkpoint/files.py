@@ -233,6 +233,7 @@ def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> No
     with directory.removed_on_failure(temporary):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
+            directory.remove(temporary)  # a killed save of shards has left a directory
             directory.write(temporary, partial(torch.save, dict(checkpoint)))
             directory.publish(temporary, target)
         except Exception as error:

@@ -66,10 +66,18 @@ class Draft:
             self._files.rm_file(f"{self._root}/{name}")
 
     def discard(self) -> None:
-        """Removes the folder, if there is one, without an error."""
-        with suppress(Exception):  # the next save removes it
+        """Removes what can be removed of the folder, if there is one, without an error."""
+        if isinstance(self.path, Path):
+            with suppress(OSError):  # the next save removes it
+                directory.remove(self.path)
+            return
+        with suppress(Exception):
             if self._files.exists(self._root):
                 self._files.rm(self._root, recursive=True)
+        with suppress(Exception):  # many file systems stop at the first error
+            for path in self._files.find(self._root):
+                with suppress(Exception):
+                    self._files.rm_file(path)
 
 
 class DiskPlace:

@@ -1,0 +1,111 @@
+"""What cannot be removed stays alone, and hides neither a save's error nor its success."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from lightning_dist.engine.checkpoint.directory import NotSavedError, temporary_name
+from lightning_dist.engine.checkpoint.files import load_full, save_full, save_sharded
+from lightning_dist.engine.checkpoint.places import Draft
+
+NAMES = ("one", "two", "three", "four", "five")
+
+
+def checkpoint(epoch: int) -> dict[str, Any]:
+    return {"epoch": epoch, "state_dict": {"weight": torch.ones(2)}}
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Keeps files of a name from being removed, as a network's disk does of files in use."""
+
+    def hold(name: str) -> None:
+        unlink = os.unlink
+
+        def refuse(path: Any, **options: Any) -> None:
+            if os.path.basename(path) == name:
+                raise OSError(16, "Device or resource busy", name)
+            unlink(path, **options)
+
+        monkeypatch.setattr(os, "unlink", refuse)
+
+    return hold
+
+
+@pytest.mark.parametrize("held", NAMES)  # one of them is the first that is to be removed
+def test_of_a_failed_save_only_that_stays_which_must(
+    tmp_path: Path, hold: Callable[[str], None], held: str
+) -> None:
+    folder = tmp_path / "some"
+    folder.mkdir()
+    for name in NAMES:
+        (folder / name).touch()
+    hold(held)
+    Draft(folder).discard()
+    assert os.listdir(folder) == [held]
+
+
+def test_at_a_url_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = fsspec.filesystem("memory")
+    remove = type(files).rm_file
+    draft = Draft("memory://bucket/some.ckpt/shards-1")
+    for name in NAMES:
+        draft.make_marked(name)
+
+    def refuse(self: Any, path: str) -> None:
+        if path.endswith("/three"):
+            raise PermissionError(path)
+        remove(self, path)
+
+    def stop_at_once(self: Any, path: str, *, recursive: bool) -> None:
+        self.rm_file(f"{path}/three")
+
+    monkeypatch.setattr(type(files), "rm_file", refuse)
+    monkeypatch.setattr(type(files), "rm", stop_at_once)
+    draft.discard()
+    assert [name for name in NAMES if draft.has(name)] == ["three"]
+    files.store.clear()
+
+
+def test_a_save_whose_predecessor_cannot_be_removed_is_a_save(
+    tmp_path: Path, hold: Callable[[str], None]
+) -> None:
+    path = tmp_path / "some.ckpt"
+    save_sharded(checkpoint(1), path, None)
+    hold("README.txt")
+    with pytest.warns(UserWarning, match=r"some.ckpt was saved, but the checkpoint before .*busy"):
+        save_sharded(checkpoint(2), path, None)
+    assert load_full(path)["epoch"] == 2
+    assert os.listdir(temporary_name(path)) == ["README.txt"]
+
+
+def test_one_file_takes_the_place_of_a_killed_save_of_shards(tmp_path: Path) -> None:
+    path = tmp_path / "some.ckpt"
+    temporary_name(path).mkdir()
+    (temporary_name(path) / "__0_0.distcp").touch()
+    save_full(checkpoint(1), path)
+    assert load_full(path)["epoch"] == 1
+    assert os.listdir(tmp_path) == ["some.ckpt"]
+
+
+def test_a_disk_that_is_gone_does_not_hide_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(path: Path) -> None:
+        raise OSError(116, "Stale file handle")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "disk_usage", gone)
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(NotSavedError, match="not saved: OSError: .* No space left on device.$"):
+        save_full(checkpoint(1), tmp_path / "some.ckpt")
