@@ -133,3 +133,28 @@ def test_all_ranks_have_what_helpers_keep(workers: WorkerPool, name: str) -> Non
         for (numbers, counts), (others, other_counts) in zip(found, expected, strict=True):
             assert numbers == pytest.approx(others, abs=1e-12)
             assert counts == other_counts
+
+
+class Watching(Classifier):
+    """Keeps weights of all stages, to look at some of them later."""
+
+    def on_train_start(self) -> None:
+        first, last = self.model[0], self.model[-1]
+        self.first, self.watched = first.conv.weight, {"last": [last.weight]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.shapes = [self.first.shape, self.watched["last"][0].shape]
+        return super().training_step(batch, batch_idx)
+
+
+def watch() -> list[Any]:
+    module = make_module(Watching)
+    trainer = make_trainer(devices=2, strategy=PipelineStrategy(num_microbatches=2))
+    trainer.fit(module, make_loader(16))
+    return [tuple(shape) for shape in module.shapes]
+
+
+def test_weights_of_other_stages_may_be_kept(workers: WorkerPool) -> None:
+    module = make_module(Watching)
+    expected = [tuple(w.shape) for w in (module.model[0].conv.weight, module.model[-1].weight)]
+    assert workers.run(2, watch) == [expected] * 2

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_dist.engine.tensors.remote_tensor import RemoteTensor
+
 _CONTAINERS = (list, dict, set, deque)
 _FIXED = (int, float, complex, str, np.generic, type(None))
 _VALUES = (*_FIXED, *_CONTAINERS, tuple, Tensor, np.ndarray)
@@ -108,6 +110,8 @@ def mark(value: Any, depth: int = _DEPTH) -> Any:
         value: The value of an attribute. What is in attributes of an object has names of its own.
         depth: How deep to look into containers, and into objects in them.
     """
+    if isinstance(value, RemoteTensor):
+        return None  # without values; a read of its version would be refused
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
     if isinstance(value, np.ndarray):

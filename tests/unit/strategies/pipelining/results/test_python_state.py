@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
+from lightning_dist.engine.tensors.remote_tensor import absent, absent_value
 from lightning_dist.strategies.pipelining.results.python_state import (
     attributes_of,
     can_be_sent,
@@ -135,3 +136,13 @@ def test_a_copy_fills_what_others_may_have_too() -> None:
 def test_functions_within_functions_cannot_be_sent() -> None:
     assert can_be_sent({"a": [Meter(), np.ones(2)]})
     assert not can_be_sent(lambda: None)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_tensor_of_another_rank_is_kept_at_any_depth(is_known: bool) -> None:
+    like, reason = torch.ones(3, 2), "on rank 1"
+    remote = absent(like, like.dtype, like.device, reason) if is_known else absent_value(reason)
+    kept: Any = remote
+    for _ in range(5):
+        assert mark(kept) == mark(kept)
+        kept = [kept]
