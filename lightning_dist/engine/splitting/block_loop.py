@@ -13,22 +13,27 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from lightning_dist.engine.tensors.forward_ast import syntax_of
+from lightning_dist.engine.tensors.forward_ast import own_name, syntax_of
 
 
 def loops_over(model: nn.Module, list_path: str) -> bool:
     """Returns whether a model's forward runs the blocks of a list as a chain, and only so."""
     code = syntax_of(type(model).forward)
-    wanted = f"self.{list_path}"
-    if code is None or sum(_is_attribute(node, wanted) for node in ast.walk(code)) != 1:
+    if code is None:
+        return False
+    own = own_name(code)
+    wanted = f"{own}.{list_path}"
+    if not own or sum(_is_attribute(node, wanted) for node in ast.walk(code)) != 1:
         return False
     body = getattr(code.body[0], "body", [])
     loops = [s for s in body if isinstance(s, ast.For) and _list_of(s.iter) == wanted]
     stores = (isinstance(node, ast.Attribute | ast.Subscript) for node in _stores(code))
-    return bool(loops) and not any(stores) and _is_chain(model, body, loops[0])
+    if not loops or any(stores) or own in _stored([code]):
+        return False
+    return _is_chain(model, own, body, loops[0])
 
 
-def _is_chain(model: nn.Module, body: list[ast.stmt], loop: ast.For) -> bool:
+def _is_chain(model: nn.Module, own: str, body: list[ast.stmt], loop: ast.For) -> bool:
     *_, block = (node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name))
     steps = [
         node
@@ -41,42 +46,42 @@ def _is_chain(model: nn.Module, body: list[ast.stmt], loop: ast.For) -> bool:
     if not all(_loaded([step.value]) & carried for step in steps):
         return False
     index = body.index(loop)
-    made = _made(body[:index]) - carried
-    if _loaded(loop.body) & made or not _leaves_alone(model, loop, steps, carried | {block}):
+    made, names = _made(body[:index], own) - carried, carried | {block}
+    if _loaded(loop.body) & made or not _leaves_alone(model, own, loop, steps, names):
         return False
     return not _loaded(body[index + 1 :]) & (made | _stored([loop]) - carried)
 
 
-def _made(statements: list[ast.stmt]) -> set[str]:
+def _made(statements: list[ast.stmt], own: str) -> set[str]:
     """Returns the names of values that the module's own parts may have computed."""
     made: set[str] = set()
     for statement in statements:
         names = _loaded([statement])
-        if names & (made | {"self"}):
+        if names & (made | {own}):
             # A bare call may store its arguments: `skips.append(x)`.
-            made |= names - {"self"} if isinstance(statement, ast.Expr) else _stored([statement])
+            made |= names - {own} if isinstance(statement, ast.Expr) else _stored([statement])
     return made
 
 
 def _leaves_alone(
-    model: nn.Module, loop: ast.For, steps: list[ast.Assign], names: set[str]
+    model: nn.Module, own: str, loop: ast.For, steps: list[ast.Assign], names: set[str]
 ) -> bool:
     """Checks that a loop uses the module and some names in the blocks' calls only."""
     nodes = [node for statement in loop.body for node in ast.walk(statement)]
-    numbers = {id(n.value) for n in nodes if isinstance(n, ast.Attribute) and _is_number(model, n)}
+    numbers = {id(n.value) for n in nodes if isinstance(n, ast.Attribute) and _is_number(model, own, n)}
     in_steps = {id(node) for step in steps for node in ast.walk(step)}
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            if node.id == "self" and id(node) not in numbers:
+            if node.id == own and id(node) not in numbers:
                 return False
             if node.id in names and id(node) not in in_steps:
                 return False
     return True
 
 
-def _is_number(model: nn.Module, node: ast.Attribute) -> bool:
+def _is_number(model: nn.Module, own: str, node: ast.Attribute) -> bool:
     """Returns whether a node is ``self.training`` or another number of the module."""
-    is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+    is_own = isinstance(node.value, ast.Name) and node.value.id == own
     return is_own and isinstance(getattr(model, node.attr, None), bool | int | float)
 
 

@@ -28,25 +28,34 @@ def syntax_of(function: Any) -> ast.Module | None:
         return None
 
 
+def own_name(code: ast.Module) -> str:
+    """Returns the name that a method gives its own object, mostly ``self``; empty for none."""
+    function = code.body[0] if code.body else None
+    if not isinstance(function, ast.FunctionDef):
+        return ""
+    names = [*function.args.posonlyargs, *function.args.args]
+    return names[0].arg if names else ""
+
+
 def runs_before(module: nn.Module, name: str, other: str) -> bool:
     """Returns whether a module's forward runs one of its submodules before another one."""
     for class_ in type(module).__mro__:
         code = syntax_of(vars(class_).get("forward"))
-        mentioned = [] if code is None else list(_used(code))
+        mentioned = [] if code is None else list(_used(code, own_name(code)))
         if name in mentioned and other in mentioned:
             return mentioned.index(name) < mentioned.index(other)
     registered = [child for child, _ in module.named_children()]
     return registered.index(name) < registered.index(other)
 
 
-def _used(node: ast.AST) -> Iterator[str]:
-    """Yields the attributes of ``self`` in the order in which they are used."""
+def _used(node: ast.AST, own: str) -> Iterator[str]:
+    """Yields the attributes of a method's own object in the order in which they are used."""
     parts = ast.iter_child_nodes(node)
     if isinstance(node, ast.Call):  # self.head(self.body(x)): the body runs first
         parts = iter((*node.args, *node.keywords, node.func))
     for part in parts:
-        yield from _used(part)
-    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+        yield from _used(part, own)
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == own:
         yield node.attr
 
 

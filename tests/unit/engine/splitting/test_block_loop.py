@@ -53,6 +53,30 @@ class Ordinary(Base):
         return F.cross_entropy(x.view(length), targets)
 
 
+class OtherName(Base):
+    def forward(module, x: Tensor) -> Tensor:  # noqa: N805
+        x = module.embed(x)
+        for block in module.blocks:
+            x = block(x) if module.training else block(x)
+        return x
+
+
+class Rebound(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self = self.other  # type: ignore[assignment]  # noqa: PLW0642
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class SkipOfOtherName(Base):
+    def forward(s, x: Tensor) -> Tensor:  # noqa: N805
+        y = s.embed(x)
+        for block in s.blocks:
+            x = block(x)
+        return x + y
+
+
 class Held(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -182,6 +206,7 @@ class Inner(nn.Module):
 
 def test_a_loop_that_hands_on_is_a_chain() -> None:
     assert all(loops_over(model(), "blocks") for model in (Plain, Counted, Pair, Ordinary))
+    assert loops_over(OtherName(), "blocks")
     assert loops_over(Held(), "parts.h")
 
 
@@ -192,6 +217,7 @@ def test_branches_are_no_chain() -> None:
 
 def test_nothing_passes_by_a_chain() -> None:
     others = (Skip, Given, Residual, Dense, Collected, CollectedBefore, Stored, BetweenBlocks)
+    others += (SkipOfOtherName, Rebound)
     assert not any(loops_over(model(), "blocks") for model in others)
 
 
