@@ -50,6 +50,7 @@ class LoaderEnds:
         self._advice = advice
         self._telling: dist.ProcessGroup | None = None  # ranks that tell each other
         self._num_begun = 0
+        self._num_before = 0  # batches of the epoch before the run was resumed
         self._pending: tuple[dist.Work, list[Tensor]] | None = None
 
     def begin_batch(self, *, is_last: bool) -> None:
@@ -91,9 +92,13 @@ class LoaderEnds:
             of_ranks = zip(ranks, numbers, strict=True)
             ended = [rank for rank, number in of_ranks if number == min(numbers)]
             count = max(self._num_begun, 1) - (min(numbers) == _Left.NONE)
+            resumed = (
+                ", counted from where the run was resumed, behind batch"
+                f" {self._num_before} of the epoch"
+            )
             raise ValueError(
                 f"The loaders of the ranks {ended} (of {ranks}) have ended after {count} batches to"
-                f" {self._verb}, and those of the others have not: these would wait for the former"
+                f" {self._verb}{resumed if self._num_before else ''}, and those of the others have not: these would wait for the former"
                 f" for ever. Give each rank as many samples, or set {self._advice}."
             )
 
@@ -129,8 +134,13 @@ class TrainingLengths(LoaderEnds):
         self._telling = self._group if any(unknown for _, unknown in everyone) else None
         self._num_begun = 0
 
-    @override
-    def begin_batch(self, *, is_last: bool) -> None:
+    def begin_training_batch(self, batch_idx: int, *, is_last: bool) -> None:
+        """Tells the others whether this batch of the epoch is the rank's last; see `end_batch`.
+
+        Raises:
+            ValueError: Some loaders end with the first batch, and others go on.
+        """
+        self._num_before = max(batch_idx - self._num_begun, 0)
         self._post_batch(is_last=is_last)
         if self._num_begun == 1:  # a rank without a batch comes to no end of one
             self._check()
