@@ -42,7 +42,7 @@ from lightning_dist.engine.comms.channel import (
     TensorInfo,
 )
 from lightning_dist.engine.comms.in_flight import CAUSE_SECONDS, CLOSE_SECONDS, HostOutbox
-from lightning_dist.engine.tensors.tree import flatten, unflatten
+from lightning_dist.engine.tensors.tree import flatten, pickle_skeleton, unflatten
 
 Memory = npt.NDArray[np.uint8]  # a run of bytes that can be written to
 
@@ -92,14 +92,14 @@ class DistributedSender(Sender):
         self._group: dist.ProcessGroup | None = group
         self._peer = peer
         # The schema that the receiver knows, and the layout for which it has posted a receive.
-        self._schema, self._layout = pickle.dumps((None, [])), PacketLayout()
+        self._schema, self._layout = pickle_skeleton((None, [])), PacketLayout()
         self._outbox = HostOutbox(peer)
 
     @override
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
         tensors, skeleton = flatten(tree)
         infos = [TensorInfo.of(tensor) for tensor in tensors]
-        schema = pickle.dumps((skeleton, infos))
+        schema = pickle_skeleton((skeleton, infos))
         parts: list[Tensor] = []
         try:
             if schema != self._schema:

@@ -37,7 +37,7 @@ from lightning_dist.engine.comms.in_flight import (
     StreamIntake,
     StreamOutbox,
 )
-from lightning_dist.engine.tensors.tree import flatten, unflatten
+from lightning_dist.engine.tensors.tree import flatten, pickle_skeleton, unflatten
 
 
 class P2PSender(Sender):
@@ -74,7 +74,7 @@ class P2PSender(Sender):
         """
         found, skeleton = flatten(tree)
         infos = [TensorInfo.of(tensor) for tensor in found]
-        schema = pickle.dumps((skeleton, infos))
+        schema = pickle_skeleton((skeleton, infos))
         known = None if key is None else self._schemas.get(key)
         if known is None:
             self._control.send(schema, tag=tag)

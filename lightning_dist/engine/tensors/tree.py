@@ -11,10 +11,13 @@ torch's own pytrees would do, but each user would have to register dataclasses f
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +90,27 @@ def unflatten(tensors: list[Tensor], skeleton: Any) -> Any:
     return map_leaves(
         lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, skeleton
     )
+
+
+def pickle_skeleton(value: Any) -> bytes:
+    """Pickles a skeleton, or a tuple with one; ``pickle.loads`` reads it."""
+    written = io.BytesIO()
+    _SkeletonPickler(written).dump(value)
+    return written.getvalue()
+
+
+class _SkeletonPickler(pickle.Pickler):
+    """Names what rebuilds a named tuple, as in :func:`map_leaves`: not the tuple's own class."""
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+            return _rebuild_named_tuple, (type(obj), *obj)
+        return NotImplemented
+
+
+def _rebuild_named_tuple(kind: type[tuple[Any, ...]], *items: Any) -> Any:
+    return tuple.__new__(kind, items)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
