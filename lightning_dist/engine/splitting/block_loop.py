@@ -68,7 +68,9 @@ def _leaves_alone(
 ) -> bool:
     """Checks that a loop uses the module and some names in the blocks' calls only."""
     nodes = [node for statement in loop.body for node in ast.walk(statement)]
-    numbers = {id(n.value) for n in nodes if isinstance(n, ast.Attribute) and _is_number(model, own, n)}
+    numbers = {
+        id(n.value) for n in nodes if isinstance(n, ast.Attribute) and _is_number(model, own, n)
+    }
     in_steps = {id(node) for step in steps for node in ast.walk(step)}
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):

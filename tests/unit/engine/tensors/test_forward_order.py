@@ -28,12 +28,17 @@ class Nested(Parts):
         return self.head(self.body(x=self.stem(x)))
 
 
+class OtherName(Parts):
+    def forward(module, x: Any) -> Any:  # noqa: N805
+        return module.head(module.body(module.stem(x)))
+
+
 class Extended(Straight):
     def forward(self, x: Any) -> Any:
         return super().forward(x) + self.head.bias
 
 
-@pytest.mark.parametrize("class_", [Straight, Nested, Extended])
+@pytest.mark.parametrize("class_", [Straight, Nested, OtherName, Extended])
 def test_the_code_says_what_comes_first(class_: type[nn.Module]) -> None:
     module = class_()
     assert runs_before(module, "stem", "body")
