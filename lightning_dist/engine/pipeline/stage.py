@@ -48,6 +48,10 @@ class StopForward(BaseException):  # noqa: N818  (it is not an error)
     """Leaves the user's step behind the pipelined module, past an ``except Exception``."""
 
 
+class NotCalledError(ValueError):
+    """A step has ended without a call of the pipelined module."""
+
+
 class ForwardInterceptor:
     """Replaces the forward of the pipelined module.
 
@@ -77,7 +81,8 @@ class ForwardInterceptor:
         ``layers`` replaces the forward of the module in the step's only call.
 
         Raises:
-            ValueError: The step did not call the pipelined module exactly once.
+            NotCalledError: The step did not call the pipelined module.
+            ValueError: The step called it more than once.
         """
         self._layers, self._leaves, self._outputs = layers, leaves, []
         result = None
@@ -89,9 +94,13 @@ class ForwardInterceptor:
         finally:
             outputs, self._outputs, self._layers = self._outputs, [], None
         if not outputs:
-            raise ValueError(
-                "The step ended without a call of the pipelined module, so there is nothing to"
-                " cut. Call it once in each step, or name another module with `layers=`."
+            returned = "" if result is not None else ", and returned None"
+            raise NotCalledError(
+                f"The step ended without a call of the pipelined module{returned}, so there is"
+                " nothing to cut. Call it once in each step, or name another module with `layers=`."
+                " No batch can be skipped, for each stage is sent what the one before computes:"
+                " leave batches out where they are read, in the dataset or `collate_fn`, or return"
+                " a loss of zero, like `output.sum() * 0.0`."
             )
         return outputs[0] if leaves else result  # a step may have caught the exception
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_dist.engine.pipeline.connect import Channels
 from lightning_dist.engine.pipeline.microbatch import Microbatch, merge, weight_of
 from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.engine.pipeline.stage import NotCalledError
 from lightning_dist.engine.pipeline.step_checks import CallNotes, check_calls, warn_of_comparison
 from lightning_dist.engine.tensors.tree import flatten, map_tensors
 from lightning_dist.strategies.base.lightning_internals import (
@@ -193,14 +194,18 @@ class StepRunner:
         self._rates.begin_batch()
 
         # Published before the last backwards' weight halves, or other ranks would wait for them.
-        self._pipeline.train_batch(
-            batch,
-            step,
-            gradient_scale=scale,
-            loss_scale=1.0 if self._half is None else self._half.scale_of_next_batch(),
-            seed=self._seed(),
-            on_results=publish,
-        )
+        try:
+            self._pipeline.train_batch(
+                batch,
+                step,
+                gradient_scale=scale,
+                loss_scale=1.0 if self._half is None else self._half.scale_of_next_batch(),
+                seed=self._seed(),
+                on_results=publish,
+            )
+        except NotCalledError as error:
+            place = f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}"
+            raise ValueError(f"`training_step`, {place}: {error}") from error
         asked_alone = trainer.should_stop and not self._pipeline.stages.has_last
         trainer.should_stop = stopped_before or asked_alone
         self._deliver(self._num_held_back(), in_batch=True)

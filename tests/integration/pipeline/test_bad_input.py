@@ -121,6 +121,11 @@ class NoLoss(Classifier):
         self.model(batch[0])
 
 
+class SkipsOne(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+
 class LeavesStepsOut(Classifier):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
@@ -172,6 +177,20 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
     ),
     "called twice": (2, Twice, {}, {}, r"called the pipelined module more than once"),
     "not called": (2, NotAtAll, {}, {}, r"without a call of the pipelined module"),
+    "skipped": (
+        2,
+        SkipsOne,
+        {},
+        {},
+        r"^`training_step`, batch 2 of epoch 0: .* returned None.* `collate_fn`, or return a loss",
+    ),
+    "skipped behind others": (
+        2,
+        SkipsOne,
+        {"schedule": "pipedream"},
+        {},
+        r"^`training_step`, batch 2 of epoch 0: .* returned None",
+    ),
     "few samples": (2, Classifier, {"num_microbatches": 9}, {}, r"8 samples.*num_microbatches=9"),
     "manual": (2, Manual, {}, {}, r"automatic_optimization=False"),
     "several optimizers": (2, ManyOptimizers, {}, {}, r"several optimizers"),
