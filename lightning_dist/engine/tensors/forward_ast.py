@@ -2,10 +2,11 @@
 
 *Widths.* On a rank with some of the heads, a module must not compute with the width of its input,
 which is that of all heads: ``width // self.num_heads`` would be a larger head
-(:mod:`.layers.own_width`). Nor may the code have numbers of all heads. *Order.* Submodules run in the order in which the code first mentions
-them; without source, in the order of registration. *Written attributes.* A loss that a mixture of
-experts stores exists only on a rank that has run the module. The code of ``forward`` and of the
-methods that it mentions is read; ``setattr`` with a computed name goes unseen.
+(:mod:`.layers.own_width`). Nor may the code have numbers of all heads. *Order.* Submodules run in
+the order in which the code first mentions them; without source, in the order of registration.
+*Written attributes.* A loss that a mixture of experts stores exists only on a rank that has run the
+module. The code of ``forward`` and of the methods that it mentions is read; ``setattr`` with a
+computed name goes unseen.
 """
 
 from __future__ import annotations

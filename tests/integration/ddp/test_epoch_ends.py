@@ -74,7 +74,7 @@ def end_apart_when_resumed(path: Path) -> str:
 
 
 def test_a_resumed_run_says_what_it_counts(workers: WorkerPool, tmp_path: Path) -> None:
-    text = "after 2 batches to train on, counted from where the run was resumed, behind batch 1 of the epoch,"
+    text = "2 batches to train on, counted from where the run was resumed, behind batch 1 of the"
     for message in workers.run(2, end_apart_when_resumed, tmp_path / "some.ckpt"):
         assert text in message
 

@@ -24,7 +24,6 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.comms.store_notes import RankNotes
@@ -92,14 +91,14 @@ class LoaderEnds:
             of_ranks = zip(ranks, numbers, strict=True)
             ended = [rank for rank, number in of_ranks if number == min(numbers)]
             count = max(self._num_begun, 1) - (min(numbers) == _Left.NONE)
-            resumed = (
-                ", counted from where the run was resumed, behind batch"
-                f" {self._num_before} of the epoch"
-            )
+            counted = ""
+            if self._num_before:
+                place = f"behind batch {self._num_before} of the epoch"
+                counted = f", counted from where the run was resumed, {place}"
             raise ValueError(
                 f"The loaders of the ranks {ended} (of {ranks}) have ended after {count} batches to"
-                f" {self._verb}{resumed if self._num_before else ''}, and those of the others have not: these would wait for the former"
-                f" for ever. Give each rank as many samples, or set {self._advice}."
+                f" {self._verb}{counted}, and those of the others have not: these would wait for"
+                f" the former for ever. Give each rank as many samples, or set {self._advice}."
             )
 
 
