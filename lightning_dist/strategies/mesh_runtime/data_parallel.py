@@ -199,8 +199,7 @@ class DataParallelStrategy(RunSetup):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._lengths is not None:
-            is_last = self.module.trainer.is_last_batch
-            self._lengths.begin_training_batch(batch_idx, is_last=is_last)
+            self._lengths.begin_batch(is_last=self.module.trainer.is_last_batch)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

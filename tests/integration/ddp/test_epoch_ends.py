@@ -60,25 +60,6 @@ def test_a_stream_without_a_batch(workers: WorkerPool) -> None:
         assert all("ranks [0] (of [0, 1]) have ended after 0 batches" in text for text in messages)
 
 
-def end_apart_when_resumed(path: Path) -> str:
-    def stream() -> DataLoader[Any]:
-        return DataLoader(Ending(16, 8), batch_size=4)
-
-    trainer = make_trainer(devices=2, strategy=DDPStrategy(), max_steps=1)
-    trainer.fit(make_module(), stream(), make_loader(8))
-    trainer.save_checkpoint(path)
-    resumed = make_trainer(devices=2, strategy=DDPStrategy())
-    with pytest.raises(ValueError, match="have ended after") as caught:
-        resumed.fit(make_module(), stream(), make_loader(8), ckpt_path=path)
-    return str(caught.value)
-
-
-def test_a_resumed_run_says_what_it_counts(workers: WorkerPool, tmp_path: Path) -> None:
-    text = "2 batches to train on, counted from where the run was resumed, behind batch 1 of the"
-    for message in workers.run(2, end_apart_when_resumed, tmp_path / "some.ckpt"):
-        assert text in message
-
-
 class Shrinking(Classifier):
     """Has fewer batches in the second epoch, on one rank."""
 

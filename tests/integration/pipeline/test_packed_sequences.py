@@ -23,17 +23,14 @@ from tests.helpers.processes.workers import WorkerPool
 class Pack(nn.Module):
     """Takes sequences of some lengths, unsorted, and computes with their values."""
 
-    def __init__(self, is_sorted: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.is_sorted = is_sorted
         self.embed = nn.Linear(2, 4)
 
     def forward(self, x: Tensor) -> PackedSequence:
         lengths = 1 + (x[:, 0].abs().sum(-1) * 100).long() % 6
-        if self.is_sorted:
-            lengths = lengths.sort(descending=True).values
         sequences = self.embed(x.transpose(1, 2))
-        return pack_padded_sequence(sequences, lengths, True, enforce_sorted=self.is_sorted)
+        return pack_padded_sequence(sequences, lengths, True, enforce_sorted=False)
 
 
 class Recurrent(nn.Module):
@@ -52,28 +49,27 @@ class Last(nn.Module):
 
 
 class OfSequences(Classifier):
-    def __init__(self, is_sorted: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         recurrent = (Recurrent(), Recurrent(), Recurrent())
-        self.model = nn.Sequential(Pack(is_sorted), *recurrent, Last(), nn.Linear(4, 3))
+        self.model = nn.Sequential(Pack(), *recurrent, Last(), nn.Linear(4, 3))
 
 
-def fit(strategy: Any, is_sorted: bool) -> tuple[dict[str, Tensor], float]:
-    module = make_module(OfSequences, is_sorted=is_sorted)
+def fit(strategy: Any) -> tuple[dict[str, Tensor], float]:
+    module = make_module(OfSequences)
     devices = 1 if strategy == "auto" else 2
     trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
     trainer.fit(module, make_loader(), make_loader(16))
     return state_of(module), float(trainer.callback_metrics["val_loss"])
 
 
-@pytest.mark.parametrize("is_sorted", [False, True])
 def test_recurrent_layers_on_stages_equal_one_device(
-    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, is_sorted: bool
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = PipelineStrategy(partition=[3, 3], num_microbatches=2)
-    ranks = workers.run(2, fit, strategy, is_sorted)
+    ranks = workers.run(2, fit, strategy)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    expected, loss = fit("auto", is_sorted)
+    expected, loss = fit("auto")
     actual = {name: value for state, _ in ranks for name, value in state.items()}
     assert actual.keys() == expected.keys()
     assert all(torch.allclose(actual[n], value, 0, 1e-12) for n, value in expected.items())

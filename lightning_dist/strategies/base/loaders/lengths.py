@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.comms.store_notes import RankNotes
@@ -49,7 +50,6 @@ class LoaderEnds:
         self._advice = advice
         self._telling: dist.ProcessGroup | None = None  # ranks that tell each other
         self._num_begun = 0
-        self._num_before = 0  # batches of the epoch before the run was resumed
         self._pending: tuple[dist.Work, list[Tensor]] | None = None
 
     def begin_batch(self, *, is_last: bool) -> None:
@@ -91,14 +91,10 @@ class LoaderEnds:
             of_ranks = zip(ranks, numbers, strict=True)
             ended = [rank for rank, number in of_ranks if number == min(numbers)]
             count = max(self._num_begun, 1) - (min(numbers) == _Left.NONE)
-            counted = ""
-            if self._num_before:
-                place = f"behind batch {self._num_before} of the epoch"
-                counted = f", counted from where the run was resumed, {place}"
             raise ValueError(
                 f"The loaders of the ranks {ended} (of {ranks}) have ended after {count} batches to"
-                f" {self._verb}{counted}, and those of the others have not: these would wait for"
-                f" the former for ever. Give each rank as many samples, or set {self._advice}."
+                f" {self._verb}, and those of the others have not: these would wait for the former"
+                f" for ever. Give each rank as many samples, or set {self._advice}."
             )
 
 
@@ -133,13 +129,8 @@ class TrainingLengths(LoaderEnds):
         self._telling = self._group if any(unknown for _, unknown in everyone) else None
         self._num_begun = 0
 
-    def begin_training_batch(self, batch_idx: int, *, is_last: bool) -> None:
-        """Tells the others whether this batch of the epoch is the rank's last; see `end_batch`.
-
-        Raises:
-            ValueError: Some loaders end with the first batch, and others go on.
-        """
-        self._num_before = max(batch_idx - self._num_begun, 0)
+    @override
+    def begin_batch(self, *, is_last: bool) -> None:
         self._post_batch(is_last=is_last)
         if self._num_begun == 1:  # a rank without a batch comes to no end of one
             self._check()
