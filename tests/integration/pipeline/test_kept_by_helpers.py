@@ -150,7 +150,7 @@ class Watching(Classifier):
 def watch() -> list[Any]:
     module = make_module(Watching)
     trainer = make_trainer(devices=2, strategy=PipelineStrategy(num_microbatches=2))
-    trainer.fit(module, make_loader(16))
+    trainer.fit(module, make_loader(16), make_loader(8))
     return [tuple(shape) for shape in module.shapes]
 
 
