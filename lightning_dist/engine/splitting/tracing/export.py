@@ -14,14 +14,10 @@ from __future__ import annotations
 import inspect
 import io
 import logging
-import sys
-import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -34,11 +30,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_dist.engine.splitting.tracing.call import Call, fixed_sizes, input_values
+from lightning_dist.engine.splitting.tracing.user_code import (
+    is_called_by_user,
+    is_the_users,
+    users_line,
+)
 from lightning_dist.engine.tensors.rng import python_state
-
-_OWN = Path(__file__).parents[3]
-_NOT_THE_USERS = (Path(torch.__file__).parent, _OWN, Path(sysconfig.get_path("stdlib")))
-_BETWEEN = ("__torch_function__", "__setattr__", "register_buffer", "no_new_buffer")
 
 _CUSTOM_OP = (
     "whose backward a graph would lose. Write it as a `torch.library.custom_op` with"
@@ -99,7 +96,7 @@ def export(
         except _LostError as error:
             what, advice = error.args
             raise ValueError(
-                f"The forward {what}{place_of(error.__traceback__)}, {advice}"
+                f"The forward {what}{users_line(error.__traceback__)}, {advice}"
             ) from None
         except Exception as error:
             raise ValueError(_explain(error)) from error
@@ -225,7 +222,7 @@ def _explain(error: Exception) -> str:
             "torch's transformers compare a mask with a causal one, unless they are told: pass"
             " `is_causal=` (to a decoder, `tgt_is_causal=`) beside the mask."
         )
-    place = place_of(error.__traceback__)
+    place = users_line(error.__traceback__)
     return f"torch.export cannot trace the forward{place}. It says: {reason}. {advice}"
 
 
@@ -254,26 +251,4 @@ def _fixed_at(program: ExportedProgram) -> str:
         for frame in reversed(list(frames or [])):
             if is_the_users(frame.filename):
                 return f": see {frame.filename}:{frame.lineno}, `{frame.line}`"
-    return ""
-
-
-def is_the_users(filename: str) -> bool:
-    """Returns whether a file of code is the user's, or of a library that the user calls."""
-    path = Path(filename)
-    return path.is_file() and not any(path.is_relative_to(home) for home in _NOT_THE_USERS)
-
-
-def is_called_by_user() -> bool:
-    """Returns whether a line of the user's code led to the caller, and none of torch's."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_name in _BETWEEN and frame.f_back is not None:
-        frame = frame.f_back
-    return is_the_users(frame.f_code.co_filename)
-
-
-def place_of(found: TracebackType | None) -> str:
-    """Names the innermost line of the user's own code."""
-    for frame in reversed(traceback.extract_tb(found)):
-        if is_the_users(frame.filename):
-            return f" at {frame.filename}:{frame.lineno}, `{frame.line}`"
     return ""

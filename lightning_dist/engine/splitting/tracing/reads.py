@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.splitting.tracing.export import is_called_by_user, is_the_users
+from lightning_dist.engine.splitting.tracing.user_code import is_called_by_user, is_the_users
 from lightning_dist.engine.tensors.patch import hooks_of
 from lightning_dist.engine.tensors.skeleton import skeleton_of
 
