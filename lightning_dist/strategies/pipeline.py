@@ -43,7 +43,7 @@ from lightning_dist.engine.splitting.config import (
     share_among_stages,
     with_whole_batches,
 )
-from lightning_dist.engine.splitting.tracing.call import CallExample
+from lightning_dist.engine.splitting.tracing.example import CallExample
 from lightning_dist.strategies.base import lightning_internals, model_checks
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.distributed import RunArguments

@@ -38,7 +38,7 @@ from lightning_dist.engine.splitting.find_blocks import LayersNotFoundError, Sev
 from lightning_dist.engine.splitting.find_layers import refuse_ties
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from lightning_dist.engine.splitting.ties import Tie
-from lightning_dist.engine.splitting.tracing.call import CallExample
+from lightning_dist.engine.splitting.tracing.example import CallExample
 from lightning_dist.engine.splitting.tracing.split import find_traced_split, is_traced
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, check_not_sharded
 from lightning_dist.engine.tensor_parallel.config import TensorConfig, resolve_plan

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.precision.casts import as_in_step
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.splitting.tracing.call import SET_AN_EXAMPLE, Arguments, watch_call
+from lightning_dist.engine.splitting.tracing.example import Arguments, watch_call
 from lightning_dist.engine.tensors.module_state import state_kept
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import random_state_kept
@@ -35,6 +35,10 @@ _STEPS: dict[TrainerFn | None, tuple[str, str]] = {
     TrainerFn.TESTING: ("test_step", "test_step_context"),
     TrainerFn.PREDICTING: ("predict_step", "predict_step_context"),
 }
+_SET_AN_EXAMPLE = (
+    " Set `self.example_input_array` in the LightningModule: a tensor, a tuple of positional"
+    " arguments or a dict of named ones, like a small batch, in shape and dtype."
+)
 
 
 def first_call(
@@ -57,7 +61,7 @@ def first_call(
         if read is None:
             raise ValueError(
                 "layers='trace' needs an example of what the traced module is called with, and"
-                f" this run has no first batch to show it.{SET_AN_EXAMPLE}"
+                f" this run has no first batch to show it.{_SET_AN_EXAMPLE}"
             )
         step = getattr(module, name)
         in_step = getattr(trainer.precision_plugin, context)()
@@ -71,7 +75,7 @@ def first_call(
             raise ValueError(
                 f"layers='trace' ran `{name}` on the first batch, ahead of the run, to see what"
                 f" {path!r} is called with, and it raised {type(error).__name__}: {error}. It may"
-                f" need what a later hook makes.{SET_AN_EXAMPLE}"
+                f" need what a later hook makes.{_SET_AN_EXAMPLE}"
             ) from error
         if not seen:
             missed = repr(path) if path else "`self(...)`"

@@ -9,19 +9,16 @@ another kind without an error, and return another result than the forward.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, is_concrete_int
 from torch.utils import _pytree as pytree
-
-from lightning_dist.engine.tensors.patch import replace_method
 
 _ALIKE = "Call it alike in all steps, and make `example_input_array`, if there is one, like that"
 _RECURRENT = (
@@ -209,56 +206,3 @@ def _name(path: Sequence[Any]) -> str:
 
 def _has_dims(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
-
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a call."""
-
-SET_AN_EXAMPLE = (
-    " Set `self.example_input_array` in the LightningModule: a tensor, a tuple of positional"
-    " arguments or a dict of named ones, like a small batch, in shape and dtype."
-)
-
-
-@dataclass(frozen=True)
-class CallExample:
-    """The sources of an example call of the traced module.
-
-    Attributes:
-        inputs: Input of the whole module's ``forward``, or of the traced module's if the whole one
-            has none: a tensor, a tuple of positional arguments or a dict of keyword arguments. None
-            without an example.
-        has_forward: Returns whether the whole module defines ``forward``; called if no earlier
-            trace has replaced it.
-        observe: Takes the traced module and its path, and returns the arguments of a call; called
-            without an example.
-    """
-
-    inputs: Any
-    has_forward: Callable[[], bool]
-    observe: Callable[[nn.Module, str], Arguments]
-
-
-class _CallSeen(BaseException):  # noqa: N818
-    """Ends a forward at its call of the watched module."""
-
-
-@contextmanager
-def watch_call(module: nn.Module) -> Iterator[list[Arguments]]:
-    """Returns a context manager whose body ends at the call of a module, before its forward.
-
-    Yields:
-        A list to which the arguments of the call are appended.
-    """
-    seen: list[Arguments] = []
-
-    def forward(*args: Any, **kwargs: Any) -> None:
-        seen.append((args, kwargs))
-        raise _CallSeen
-
-    undo = replace_method(module, "forward", forward)
-    try:
-        with suppress(_CallSeen):
-            yield seen
-    finally:
-        undo()

@@ -1,23 +1,17 @@
-"""Finds the module to trace and an example for the trace, and divides its layers among ranks.
-
-The example is ``example_input_array``, Lightning's own convention for the input of ``forward``, or
-the arguments of the first step's call: the layers must be known before the optimizers are made.
-"""
+"""Finds the module to trace, and divides its layers among ranks."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_dist.engine.precision.casts import TracedCasts, as_in_step, cast
+from lightning_dist.engine.precision.casts import TracedCasts
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.config import PipelineConfig
@@ -25,13 +19,7 @@ from lightning_dist.engine.splitting.cut import stage_of_layers
 from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_outside
 from lightning_dist.engine.splitting.layers import WholeStep
 from lightning_dist.engine.splitting.split import PipelineSplit
-from lightning_dist.engine.splitting.tracing.call import (
-    Arguments,
-    CallExample,
-    bind,
-    example_of,
-    watch_call,
-)
+from lightning_dist.engine.splitting.tracing.example import CallExample
 from lightning_dist.engine.splitting.tracing.sequence import TracedLayers, traced_layers
 
 
@@ -127,8 +115,13 @@ def find_traced_split(
     layers = traced_layers(traced)
     if layers is None:
         refuse_outside(module, path, traced, kind="traced")
-        layers = _trace(module, traced, path, casts, example)
-    if layers.program.casts != casts:
+        args, kwargs = example.arguments(module, path, half)
+        try:
+            layers = TracedLayers(traced, args, kwargs, casts)
+        except ValueError as error:
+            title = f"layers='trace', {path!r} ({type(traced).__name__}): "
+            raise ValueError(f"{title}{error}") from error.__cause__
+    elif layers.program.casts != casts:
         raise ValueError(
             f"{path!r} was traced for an earlier run in another precision, which is built into its"
             " graphs. Make the module anew, or use the same MixedPrecision in each run."
@@ -175,73 +168,6 @@ def _find_trainable(module: nn.Module, has_forward: Callable[[], bool]) -> str:
         " steps; or give the LightningModule a `forward` and call `self(...)`; or name a module"
         " with layers='trace:path' and freeze the rest."
     )
-
-
-def _trace(
-    module: nn.Module,
-    traced: nn.Module,
-    path: str,
-    casts: TracedCasts | None,
-    example: CallExample,
-) -> TracedLayers:
-    if example.inputs is None:
-        args, kwargs = example.observe(traced, path)
-    else:
-        args, kwargs = _example_of(module, traced, path, casts, example)
-    try:
-        return TracedLayers(traced, args, kwargs, casts)
-    except ValueError as error:
-        title = f"layers='trace', {path!r} ({type(traced).__name__}): "
-        raise ValueError(f"{title}{error}") from error.__cause__
-
-
-def _example_of(
-    module: nn.Module,
-    traced: nn.Module,
-    path: str,
-    casts: TracedCasts | None,
-    example: CallExample,
-) -> Arguments:
-    inputs = example.inputs
-    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    if casts is None and len(dtypes) == 1:
-        # As Lightning's precision plugins make batches, which have converted the parameters.
-        (dtype,) = dtypes
-        inputs = cast(inputs, dtype)
-    # As Lightning's summary does.
-    arguments: Arguments
-    if isinstance(inputs, Mapping):
-        arguments = (), dict(inputs)
-    else:
-        arguments = (tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)), {}
-    if traced is module:
-        return arguments
-    if not example.has_forward():
-        return arguments if casts is None else cast(arguments, casts.half.dtype_into(module, path))
-    with nullcontext() if casts is None else as_in_step(module, casts.half):
-        return _watch_call(module, traced, path, arguments)
-
-
-def _watch_call(module: nn.Module, traced: nn.Module, path: str, arguments: Arguments) -> Arguments:
-    """Runs the LightningModule's own forward up to the call of the traced module."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]  # norms on the way count
-    with watch_call(traced) as seen, torch.random.fork_rng(devices=()), torch.no_grad():
-        signature = inspect.signature(module.forward)
-        call = example_of(signature, bind(signature, *arguments))
-        device = next(module.parameters()).device
-        args, kwargs = pytree.tree_map(
-            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
-            (call.args, call.kwargs),
-        )
-        module.forward(*args, **kwargs)
-    for buffer, value in before:
-        buffer.copy_(value)
-    if not seen:
-        raise ValueError(
-            f"The LightningModule's forward did not call {path!r}, which layers='trace' is to cut."
-            " Name the module that it calls with layers='trace:path'."
-        )
-    return seen[0]
 
 
 def _choose_partition(

@@ -22,7 +22,7 @@ from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap import AnyOf, ByClass, ByName
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.tracing.call import Arguments, CallExample
+from lightning_dist.engine.splitting.tracing.example import Arguments, CallExample
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 from recipes.gpt import GPT

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist import MeshStrategy
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.tracing.call import Arguments, CallExample
+from lightning_dist.engine.splitting.tracing.example import Arguments, CallExample
 from lightning_dist.engine.splitting.tracing.split import TracedSplit, find_traced_split
 from tests.helpers.networks.traced_models import Pair
 
