@@ -1,20 +1,14 @@
-"""The threads of a server in a worker's process, one for each worker, and their stream of a GPU.
+"""The threads of a server in a worker's process, one for each worker.
 
 Lightning runs ``fit`` in each process, and a process that only served would have to take part in
 its loops all the same. So a server is a guest of a worker's process. Its threads mostly wait, and
-torch's operations release the interpreter. On the worker's own stream, a server's work would queue
-behind the worker's collectives. These wait for other workers, and those for the server.
+torch's operations release the interpreter.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
-
-import torch
-from typing_extensions import override
+from collections.abc import Mapping
 
 from lightning_dist.engine.comms.channel import (
     ChannelClosedError,
@@ -25,61 +19,8 @@ from lightning_dist.engine.comms.channel import (
 )
 from lightning_dist.engine.comms.in_flight import CLOSE_SECONDS
 from lightning_dist.engine.data_parallel.server.messages import Reply
+from lightning_dist.engine.data_parallel.server.own_stream import OwnStream
 from lightning_dist.engine.data_parallel.server.server import ParameterServer
-from lightning_dist.engine.tensors.tree import flatten
-
-
-class OwnStream:
-    """A stream beside the one on which the process's worker computes; a CPU needs none."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams = None if device.type == "cpu" else torch.get_device_module(device)
-        self._own = None if self._streams is None else self._streams.Stream(device=device)
-
-    def entered(self) -> AbstractContextManager[Any]:
-        """Returns a context manager in which this thread computes on the stream."""
-        return nullcontext() if self._streams is None else self._streams.stream(self._own)
-
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Enters the stream for work between what the caller has put on its own stream and will."""
-        if self._streams is None or self._own is None:
-            yield
-            return
-        callers = self._streams.current_stream(self._device)
-        self._own.wait_stream(callers)
-        with self.entered():
-            yield
-        callers.wait_stream(self._own)
-
-    def channel(self) -> MemoryChannel:
-        """Creates a channel between threads of this process, where one is on the stream."""
-        return MemoryChannel() if self._streams is None else _SettledChannel(self._device)
-
-
-class _SettledChannel(MemoryChannel):
-    """Between threads on streams of their own: what is sent has been computed."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._streams = torch.get_device_module(device)
-
-    @override
-    def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
-        # The host waits, for the sender is about to wait for the answer, or has just given it.
-        self._streams.current_stream(self._device).synchronize()
-        super().send(tree, tag=tag, key=key)
-
-    @override
-    def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
-        tree = super().receive(tag=tag, key=key)
-        current = self._streams.current_stream(self._device)
-        for tensor in flatten(tree)[0]:
-            if tensor.device.type == self._device.type:  # a group may have tensors on the host
-                tensor.record_stream(current)  # else its memory is used again by the sender
-        return tree
 
 
 class Serving:

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.data_parallel.server.messages import Meet, Push, Reply, ServerOptions
+from lightning_dist.engine.data_parallel.server.own_stream import OwnStream
 from lightning_dist.engine.data_parallel.server.server import ParameterServer
-from lightning_dist.engine.data_parallel.server.serving import OwnStream, Serving
+from lightning_dist.engine.data_parallel.server.serving import Serving
 from lightning_dist.engine.data_parallel.server.shard import Partition, ShardOptimizer
 from lightning_dist.engine.data_parallel.server.stops import Decisions
 from lightning_dist.engine.stashing.learning_rates import group_values

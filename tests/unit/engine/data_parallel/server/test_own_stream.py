@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_dist.engine.comms.channel import MemoryChannel
 from lightning_dist.engine.data_parallel.server.messages import Meet, Reply
-from lightning_dist.engine.data_parallel.server.serving import OwnStream, Serving
+from lightning_dist.engine.data_parallel.server.own_stream import OwnStream
+from lightning_dist.engine.data_parallel.server.serving import Serving
 
 GPU = torch.device("cuda", 0)
 
