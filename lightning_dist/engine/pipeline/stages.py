@@ -15,11 +15,12 @@ from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.stage import ForwardInterceptor, Stage
 from lightning_dist.engine.pipeline.step_checks import ModuleCalls
+from lightning_dist.engine.planning.partition import stage_of_layers
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.stash_depth import num_copies
 from lightning_dist.engine.schedules.update_rule import WeightVersions
-from lightning_dist.engine.splitting.cut import layers_of, stage_of_layers
+from lightning_dist.engine.splitting.cut import layers_of
 from lightning_dist.engine.splitting.layers import Layers, StepInterceptor, WholeStep
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.engine.stashing.policy import Predict, choose_policy

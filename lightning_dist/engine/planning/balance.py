@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lightning_dist.engine.common.table import Table, format_bytes
 from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
-from lightning_dist.engine.planning.partition import MemoryLimit
+from lightning_dist.engine.planning.partition import MemoryLimit, stage_of_layers
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.simulator import simulate
 
@@ -63,7 +63,7 @@ class Balance:
     @property
     def layer_table(self) -> Table:
         """The table of each layer's costs, present stage and better stage."""
-        stages = zip(_stage_of_layer(self.cut), _stage_of_layer(self.better_cut), strict=True)
+        stages = zip(stage_of_layers(self.cut), stage_of_layers(self.better_cut), strict=True)
         rows = [
             (
                 layer.name,
@@ -143,10 +143,6 @@ def step_seconds(costs: StepCosts, shape: PipelineShape, cut: tuple[int, ...]) -
         seconds = of_stages.forward_seconds[stage] + of_stages.backward_seconds[stage]
         busy[rank] += shape.num_microbatches * seconds
     return max(busy)
-
-
-def _stage_of_layer(cut: tuple[int, ...]) -> list[int]:
-    return [stage for stage, count in enumerate(cut) for _ in range(count)]
 
 
 def memory_limit(

@@ -12,7 +12,7 @@ best ``i`` is where the two cross. They are a stack that grows with ``j``.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -26,17 +26,23 @@ class Move:
     target: int
 
 
+def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
+    """Returns the stage of each layer."""
+    return [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
+
+
+def layers_of_stages(layers_per_stage: Sequence[int], stages: Collection[int]) -> list[int]:
+    """Returns the indices of the layers of some stages."""
+    return [i for i, stage in enumerate(stage_of_layers(layers_per_stage)) if stage in stages]
+
+
 def find_moves(
     before: Sequence[int], after: Sequence[int], rank_of_stage: Sequence[int]
 ) -> tuple[Move, ...]:
     """Returns the moves of layers between two partitions on the same ranks, in order."""
-
-    def ranks_of_layers(partition: Sequence[int]) -> list[int]:
-        counts = zip(rank_of_stage, partition, strict=True)
-        return [rank for rank, count in counts for _ in range(count)]
-
-    pairs = enumerate(zip(ranks_of_layers(before), ranks_of_layers(after), strict=True))
-    return tuple(Move(layer, *ranks) for layer, ranks in pairs if ranks[0] != ranks[1])
+    stages = zip(stage_of_layers(before), stage_of_layers(after), strict=True)
+    ranks = [(rank_of_stage[old], rank_of_stage[new]) for old, new in stages]
+    return tuple(Move(layer, *pair) for layer, pair in enumerate(ranks) if pair[0] != pair[1])
 
 
 _INFINITY = float("inf")

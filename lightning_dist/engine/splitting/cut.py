@@ -16,15 +16,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.planning.partition import layers_of_stages, stage_of_layers
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.skeleton import skeleton_of
-
-
-def stage_of_layers(layers_per_stage: Sequence[int]) -> list[int]:
-    """Returns the stage of each layer."""
-    return [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
 
 
 def cut(
@@ -56,7 +52,7 @@ def cut(
         if stage not in own_stages:
             skeleton = skeleton_of(part.module, stand_ins)
             set_attribute(layers.module, part.name, ForeignLayer(skeleton, part.name, stage))
-    layers.settle([n for n, stage in enumerate(stages) if stage in own_stages], {})
+    layers.settle(layers_of_stages(layers_per_stage, own_stages), {})
 
 
 def recut(layers: Layers, layers_per_stage: Sequence[int], own_layers: Collection[int]) -> None:

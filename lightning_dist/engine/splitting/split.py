@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.planning.partition import stage_of_layers
 from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.cut import cut, stage_of_layers, structure_of, whole
+from lightning_dist.engine.splitting.cut import cut, structure_of, whole
 from lightning_dist.engine.splitting.find_layers import (
     choose_partition,
     find_layers,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dist.engine.splitting.cut import stage_of_layers, structure_of
+from lightning_dist.engine.planning.partition import stage_of_layers
+from lightning_dist.engine.splitting.cut import structure_of
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.tensors.module_tree import set_attribute

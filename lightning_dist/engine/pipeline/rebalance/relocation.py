@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.comms.links import PeerLinks
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.planning.partition import Move, find_moves
-from lightning_dist.engine.splitting.cut import recut, stage_of_layers, structure_of
+from lightning_dist.engine.planning.partition import Move, find_moves, layers_of_stages
+from lightning_dist.engine.splitting.cut import recut, structure_of
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.tensors.module_tree import place_of
 from lightning_dist.engine.tensors.patch import replacement
@@ -182,7 +182,7 @@ class LayerExchange:
         moves = find_moves(shape.layers_per_stage, after, shape.rank_of_stage)
         leaving = {m.layer_index: m.target for m in moves if m.source == shape.rank}
         coming = {m.layer_index: m.source for m in moves if m.target == shape.rank}
-        own = [n for n, stage in enumerate(stage_of_layers(after)) if stage in shape.stages]
+        own = layers_of_stages(after, shape.stages)
         self._links = self._connect(sorted({*leaving.values()}), sorted({*coming.values()}))
         if self._interruption is not None:  # while the channels were opened, or before
             self._links.interrupt(self._interruption)

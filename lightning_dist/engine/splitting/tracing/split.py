@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_dist.engine.planning.partition import layers_of_stages
 from lightning_dist.engine.precision.casts import TracedCasts
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.cut import stage_of_layers
 from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_outside
 from lightning_dist.engine.splitting.layers import WholeStep
 from lightning_dist.engine.splitting.split import PipelineSplit
@@ -35,8 +35,7 @@ class TracedSplit(PipelineSplit):
 
     @property
     def _own_layers(self) -> list[int]:
-        stages = stage_of_layers(self.layers_per_stage)
-        return [layer for layer, stage in enumerate(stages) if stage in self.stages]
+        return layers_of_stages(self.layers_per_stage, self.stages)
 
     def _names_in(self, layers: Sequence[int]) -> set[str]:
         """Returns the names that the tensors of some layers have in the user's module."""
