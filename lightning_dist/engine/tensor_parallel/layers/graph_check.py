@@ -11,7 +11,7 @@ sequence, between its gather and its split.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
@@ -28,15 +28,19 @@ class Whole:
     others: dict[int, str]  # meet the same activation on all ranks
 
 
-@dataclass
 class ShardedActivationCheck:
-    """Records the borders of regions in a first step, and checks the autograd graph."""
+    """Records the borders of regions in a first step, and checks the autograd graph.
 
-    is_noting: bool = True
-    _is_cut: bool = field(default=False, repr=False)
-    _has_backward: bool = field(default=False, repr=False)
-    _is_compiled: bool = field(default=False, repr=False)
-    _features: dict[Node, str] = field(default_factory=dict, repr=False)
+    Attributes:
+        is_noting: Whether the first step has not ended.
+    """
+
+    def __init__(self) -> None:
+        self.is_noting = True
+        self._is_cut = False
+        self._has_backward = False
+        self._is_compiled = False
+        self._features: dict[Node, str] = {}
 
     def begin(self) -> None:
         """Begins a step; the last one may have failed."""
@@ -81,7 +85,7 @@ class ShardedActivationCheck:
         if self._is_compiled:
             return
         roots = {get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad}
-        outside, inside = _sides(roots, _SUMS_UP, _ENTERS)
+        outside, inside = _sides(roots, lambda r: r.sums_up, lambda r: r.enters)
         for node, layer in self._features.items():
             if node in outside:
                 raise ValueError(_leak(f"the features of {layer!r}", _REGION))
@@ -97,8 +101,8 @@ class ShardedActivationCheck:
                 f"Name {name.rpartition('.')[0]!r} 'local' in plan=, or leave the layers around it"
                 f" out: the parameter {name!r} meets each rank's own features, {_INSIDE}"
             )
-        outside, inside = _sides(roots, _JOINS, _CUTS)
-        if any(_CUTS(node) for node in outside):
+        outside, inside = _sides(roots, lambda r: r.joins, lambda r: r.cuts)
+        if any(there is not None and there.cuts for there in map(_redistribution_of, outside)):
             raise ValueError(_leak("a part of the sequence", _SEQUENCE))
         for name in _parameters_in(outside if inside else {}, whole.in_blocks):
             raise ValueError(_leak(f"{name!r}, which meets a part of the sequence,", _SEQUENCE))
@@ -130,31 +134,30 @@ def _leak(what: str, words: tuple[str, str]) -> str:
     return f"{fix}: the loss depends on {what} by a way around the sum over the ranks. {why}"
 
 
-def _is(kind: str) -> Callable[[Node], bool]:
-    def is_of_kind(node: Node) -> bool:
-        crossing = getattr(node, "redistribution", None)
-        return isinstance(crossing, Redistribution) and getattr(crossing, kind)
-
-    return is_of_kind
-
-
-_SUMS_UP, _ENTERS, _CUTS, _JOINS = map(_is, ("sums_up", "enters", "cuts", "joins"))
+def _redistribution_of(node: Node) -> Redistribution | None:
+    found = getattr(node, "redistribution", None)
+    return found if isinstance(found, Redistribution) else None
 
 
 def _sides(
-    roots: Collection[Node], goes_in: Callable[[Node], bool], comes_out: Callable[[Node], bool]
+    roots: Collection[Node],
+    goes_in: Callable[[Redistribution], bool],
+    comes_out: Callable[[Redistribution], bool],
 ) -> tuple[dict[Node, None], dict[Node, None]]:
     """Returns the nodes that are reached outside of regions, and those reached inside."""
-    sides: tuple[dict[Node, None], dict[Node, None]] = (dict.fromkeys(roots), {})
-    waiting = [(root, 0) for root in roots]
+    outside: dict[Node, None] = dict.fromkeys(roots)
+    inside: dict[Node, None] = {}
+    waiting = [(root, outside) for root in roots]
     while waiting:
         node, side = waiting.pop()
-        beneath = 1 if goes_in(node) else 0 if comes_out(node) else side
+        there = _redistribution_of(node)
+        if there is not None:
+            side = inside if goes_in(there) else outside if comes_out(there) else side
         for child, _ in node.next_functions:
-            if child is not None and child not in sides[beneath]:
-                sides[beneath][child] = None
-                waiting.append((child, beneath))
-    return sides
+            if child is not None and child not in side:
+                side[child] = None
+                waiting.append((child, side))
+    return outside, inside
 
 
 def _parameters_in(nodes: Mapping[Node, None], names: Mapping[int, str]) -> list[str]:
