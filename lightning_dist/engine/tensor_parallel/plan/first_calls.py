@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensor_parallel.layers.sequence import SEQUENCE_DIM
-from lightning_dist.engine.tensor_parallel.plan.proof import Sharding, compare_layers, prove
+from lightning_dist.engine.tensor_parallel.plan.proof import LayerComparison, Sharding, prove
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles
 from lightning_dist.engine.tensor_parallel.plan.trial_run import (
     Trial,
@@ -110,7 +110,7 @@ class FirstCalls:
             bound = inspect.signature(copy.forward).bind(*call[0], **call[1])
             return _trials((bound.args, bound.kwargs), self._parts, dtype)
 
-        compare = partial(compare_layers, sharding)
+        compare = partial(LayerComparison, sharding)
         with on_the_side():
             finding = prove(kind.skeleton, trials_of, compare, training=training)
         given = ", ".join(_words(call))

@@ -8,9 +8,9 @@ layer then returns. There is no communication, and all ranks find the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +74,17 @@ class Finding:
 
 TrialsOf = Callable[[nn.Module, torch.dtype], Iterable[Trial]]
 """Lists ways to call a copy of a module, the likeliest first."""
-Compare = Callable[[nn.Module, Trial], Callable[[float], str | None]]
-"""Runs a whole copy. What it returns runs the parts, and finds their flaw, given the tolerance."""
+
+
+class Comparison(Protocol):
+    """A copy of a module that has been run whole, to be compared with its parts."""
+
+    def flaw_of_parts(self, tolerance: float) -> str | None:
+        """Runs the parts; returns what is wrong with them, or None if they add up."""
+
+
+Compare = Callable[[nn.Module, Trial], Comparison]
+"""Runs a copy whole, in the way of a trial."""
 
 
 def prove(module: nn.Module, trials_of: TrialsOf, compare: Compare, *, training: bool) -> Finding:
@@ -107,39 +116,78 @@ def prove_in_both_modes(module: nn.Module, trials_of: TrialsOf, compare: Compare
 def _try(copy: nn.Module, trial: Trial, compare: Compare, dtype: torch.dtype) -> Finding:
     try:
         tolerance = tolerance_of(lambda numbers: trial.run(shared_copy(copy), numbers), dtype)
-        flaw_of_parts = compare(copy, trial)
+        comparison = compare(copy, trial)
     except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
         return Finding(False)
     try:
-        return Finding(True, flaw_of_parts(tolerance))
+        return Finding(True, comparison.flaw_of_parts(tolerance))
     except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
         return Finding(False) if trial.is_guess else Finding(True, str(error))
 
 
-def compare_layers(
-    sharding: Sharding, copy: nn.Module, trial: Trial
-) -> Callable[[float], str | None]:
-    """Compares modules whose layers are cut with the whole module, as :data:`Compare`."""
-    inner: list[str] = []
-    run = partial(_Run, styles=sharding.styles, trial=trial, inner=inner)
-    for parent in attentions(sharding.styles):
-        check_heads(parent, copy.get_submodule(parent), sharding.tp_size)
-    whole = run(shared_copy(copy))
+@dataclass
+class _Run:
+    """What a call of a module has shown."""
 
-    def flaw_of_parts(tolerance: float) -> str | None:
-        ranks = range(sharding.tp_size)
+    sums: dict[str, list[Tensor]]  # the partial sums of each call, by layer that sums up
+    met: dict[str, list[int]]  # the number of elements that each call is given, by local layer
+    returned: Tensor = field(init=False)
+
+
+class LayerComparison:
+    """The comparison of a whole module with parts whose layers are cut.
+
+    Args:
+        sharding: How the layers are cut.
+        copy: The copy of the module, run whole at once.
+        trial: How it is called.
+    """
+
+    def __init__(self, sharding: Sharding, copy: nn.Module, trial: Trial) -> None:
+        self._sharding, self._copy, self._trial = sharding, copy, trial
+        self._running: list[str] = []  # names of the modules whose calls have begun, not ended
+        for parent in attentions(sharding.styles):
+            check_heads(parent, copy.get_submodule(parent), sharding.tp_size)
+        self._whole = self._run(shared_copy(copy))
+
+    def flaw_of_parts(self, tolerance: float) -> str | None:
+        """Runs the part of each rank; see :class:`Comparison`."""
+        sharding, label = self._sharding, self._sharding.label
+        parts = []
         try:
-            parts = [run(_part(copy, sharding, rank), whole=whole.sums) for rank in ranks]
+            for rank in range(sharding.tp_size):
+                parts.append(self._run(_part(self._copy, sharding, rank), self._whole.sums))
         except Exception as error:
-            failed, label = inner[-1] if inner else "", sharding.label
-            kind = original_class(copy.get_submodule(failed)).__name__
+            failed = self._running[-1] if self._running else ""
+            kind = original_class(self._copy.get_submodule(failed)).__name__
             where = f"{failed!r}, a {kind} of {label}," if failed else f"{label}, a {kind},"
             raise ValueError(
                 f"{where} cannot compute with a part of its features: {error}"
             ) from error
-        return _flaw_of(sharding.label, whole, parts, tolerance)
+        return _flaw_of(label, self._whole, parts, tolerance)
 
-    return flaw_of_parts
+    def _run(self, module: nn.Module, sums: Mapping[str, Sequence[Tensor]] | None = None) -> _Run:
+        """Runs a module, whose layers that sum up return the given sums, or their own."""
+        styles = self._sharding.styles
+        run = _Run(
+            sums={name: [] for name, style in styles.items() if style.sums_up},
+            met={name: [] for name, style in styles.items() if style is Style.LOCAL},
+        )
+        for name, own in run.sums.items():
+            _note_sums(_layer(module, name), own, None if sums is None else sums[name])
+        # On the whole and on the parts, for torch runs other code without hooks.
+        hooks = [
+            module.get_submodule(name).register_forward_pre_hook(
+                lambda _, given, sizes=sizes: sizes.append(given[0].numel())
+            )
+            for name, sizes in run.met.items()
+        ]
+        for name, part in module.named_modules():
+            hooks += _note_calls(part, name, self._running) if name else ()
+        run.returned = self._trial.run(module, TrialNumbers())
+        for hook in hooks:
+            hook.remove()
+        return run
 
 
 def _flaw_of(label: str, whole: _Run, parts: Sequence[_Run], tolerance: float) -> str | None:
@@ -162,38 +210,6 @@ def _flaw_of(label: str, whole: _Run, parts: Sequence[_Run], tolerance: float) -
                     f" gives: it is off by {off:.2g}, with elements up to {reach:.2g}"
                 )
     return None
-
-
-class _Run:
-    """One call of a module."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        styles: Styles,
-        trial: Trial,
-        inner: list[str],
-        whole: Mapping[str, Sequence[Tensor]] | None = None,
-    ) -> None:
-        names = [name for name, style in styles.items() if style.sums_up]
-        self.sums: dict[str, list[Tensor]] = {name: [] for name in names}
-        for name in names:
-            given = None if whole is None else whole[name]
-            _note_sums(_layer(module, name), self.sums[name], given)
-        local = [name for name, style in styles.items() if style is Style.LOCAL]
-        self.met: dict[str, list[int]] = {name: [] for name in local}
-        # On the whole and on the parts, for torch runs other code without hooks.
-        hooks = [
-            module.get_submodule(name).register_forward_pre_hook(
-                lambda _, given, sizes=sizes: sizes.append(given[0].numel())
-            )
-            for name, sizes in self.met.items()
-        ]
-        for name, part in module.named_modules():
-            hooks += _note_calls(part, name, inner) if name else ()
-        self.returned = trial.run(module, TrialNumbers())
-        for hook in hooks:
-            hook.remove()
 
 
 def _note_sums(layer: nn.Linear, sums: list[Tensor], whole: Sequence[Tensor] | None) -> None:

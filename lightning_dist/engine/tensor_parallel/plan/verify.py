@@ -31,8 +31,8 @@ from lightning_dist.engine.tensor_parallel.plan.heads import (
     needs_proof,
 )
 from lightning_dist.engine.tensor_parallel.plan.proof import (
+    LayerComparison,
     Sharding,
-    compare_layers,
     prove_in_both_modes,
 )
 from lightning_dist.engine.tensor_parallel.plan.regions import (
@@ -99,7 +99,7 @@ def _find_flaw(holder: nn.Module, sharding: Sharding) -> str | None:
         activations = _activations(copy, sharding.styles, dtype)
         return guess_trials(copy, sharding.styles, activations, _LENGTH)
 
-    finding = prove_in_both_modes(holder, trials_of, partial(compare_layers, sharding))
+    finding = prove_in_both_modes(holder, trials_of, partial(LayerComparison, sharding))
     return finding.flaw if finding.is_proven else _unproven(holder, sharding)
 
 

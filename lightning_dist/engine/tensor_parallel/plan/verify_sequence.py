@@ -7,7 +7,7 @@ of the whole output. A shift, a norm over the batch, or a table of positions doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,51 +59,61 @@ def _find_flaw(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
         x = torch.randn(_BATCH, length, width, dtype=dtype)
         return guess_trials(copy, styles, [x], length)
 
-    return prove_in_both_modes(block, trials_of, partial(_compare, styles, tp_size)).flaw
+    return prove_in_both_modes(block, trials_of, partial(_PositionComparison, styles, tp_size)).flaw
 
 
-def _compare(
-    styles: Styles, tp_size: int, copy: nn.Module, trial: Trial
-) -> Callable[[float], str | None]:
-    """Compares shards of the sequence with all of it, as :data:`.proof.Compare`."""
-    # The inputs of each layer that gets the whole sequence.
-    met: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
-    whole = _with_changes(copy, {name: _note(given) for name, given in met.items()})
-    returned = trial.run(whole, TrialNumbers())
-    wrong = "computes something else with a part of it"
+class _PositionComparison:
+    """The comparison of a block on a whole sequence with the block on each rank's shard.
 
-    def flaw_of_parts(tolerance: float) -> str | None:
+    Args:
+        styles: Styles by the layers' names inside of the block.
+        tp_size: Number of ranks.
+        copy: The copy of the block, run on the whole sequence at once.
+        trial: How it is called.
+    """
+
+    def __init__(self, styles: Styles, tp_size: int, copy: nn.Module, trial: Trial) -> None:
+        self._styles, self._tp_size, self._copy, self._trial = styles, tp_size, copy, trial
+        # The inputs of each layer that gets the whole sequence.
+        self._met: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
+        whole = _with_changes(copy, {name: _note(given) for name, given in self._met.items()})
+        self._returned = trial.run(whole, TrialNumbers())
+
+    def flaw_of_parts(self, tolerance: float) -> str | None:
+        """Runs the block on each shard; see :class:`.proof.Comparison`."""
+        wrong, shards = "computes something else with a part of it", self._shards(self._trial.x)
         try:
-            joined = _run_parts(copy, styles, trial, met, tp_size, tolerance)
+            parts = [self._run_part(rank, own, tolerance) for rank, own in enumerate(shards)]
+            joined = torch.cat(parts, SEQUENCE_DIM)
         except Exception as error:
             raise ValueError(f"{wrong} ({error})") from error
-        return wrong if differ(joined, returned, tolerance) else None
+        return wrong if differ(joined, self._returned, tolerance) else None
 
-    return flaw_of_parts
-
-
-def _run_parts(
-    copy: nn.Module,
-    styles: Styles,
-    trial: Trial,
-    met: Mapping[str, Sequence[Tensor]],
-    tp_size: int,
-    tolerance: float,
-) -> Tensor:
-    parts = []
-    for rank, own in enumerate(trial.x.chunk(tp_size, SEQUENCE_DIM)):
-        give = partial(_give, tp_size=tp_size, rank=rank, tolerance=tolerance)
-        part = _with_changes(copy, {name: give(given) for name, given in met.items()})
-        for name, style in styles.items():
+    def _run_part(self, rank: int, own: Tensor, tolerance: float) -> Tensor:
+        part = _with_changes(
+            self._copy,
+            {name: self._give(given, rank, tolerance) for name, given in self._met.items()},
+        )
+        for name, style in self._styles.items():
             layer = part.get_submodule(name)
             if style.sums_up and is_projection(layer):  # returns a rank's shard of the sequence
-                layer.register_forward_hook(partial(_shard_output, tp_size=tp_size, rank=rank))
-        parts.append(trial.run(part, TrialNumbers(), own))
-    return torch.cat(parts, SEQUENCE_DIM)
+                layer.register_forward_hook(lambda _, __, whole: self._shards(whole)[rank])
+        return self._trial.run(part, TrialNumbers(), own)
 
+    def _give(self, met: Sequence[Tensor], rank: int, tolerance: float) -> _Change:
+        """Returns what gives a layer the whole sequence for a rank's shard of it."""
+        calls = iter(met)
 
-def _shard_output(_: nn.Module, __: object, whole: Tensor, *, tp_size: int, rank: int) -> Tensor:
-    return whole.chunk(tp_size, SEQUENCE_DIM)[rank]
+        def give(x: Tensor) -> Tensor:
+            whole = next(calls)
+            if differ(x, self._shards(whole)[rank], tolerance):
+                raise ValueError("a sharded layer is given something else")
+            return whole.clone()
+
+        return give
+
+    def _shards(self, whole: Tensor) -> Sequence[Tensor]:
+        return whole.chunk(self._tp_size, SEQUENCE_DIM)
 
 
 def _gathering(block: nn.Module, styles: Styles) -> list[str]:
@@ -130,15 +140,3 @@ def _note(met: list[Tensor]) -> _Change:
         return x
 
     return note
-
-
-def _give(met: Sequence[Tensor], tp_size: int, rank: int, tolerance: float) -> _Change:
-    calls = iter(met)
-
-    def give(x: Tensor) -> Tensor:
-        whole = next(calls)
-        if differ(x, whole.chunk(tp_size, SEQUENCE_DIM)[rank], tolerance):
-            raise ValueError("a sharded layer is given something else")
-        return whole.clone()
-
-    return give
