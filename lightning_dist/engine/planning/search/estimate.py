@@ -36,7 +36,7 @@ from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.simulator import StageCosts, makespan_seconds
 
 _Key = tuple[float, int, bool, int | None]
-"""What the costs of a micro-batch depend on."""
+"""What the costs of a micro-batch depend on: the arguments of :meth:`.ModelCosts.at`."""
 
 _Shape = tuple[str, int, int, int]
 """What a schedule depends on."""
@@ -69,7 +69,7 @@ class Estimator:
         self.costs = costs
         self.machine = machine
         # Per estimator, and not on the class, which would keep the costs alive.
-        self._batch = cache(self._batch_of)
+        self._batch = cache(costs.at)
         self._sums = cache(self._sum_up)
         self._partition = cache(self._best_partition)
         self._schedule = cache(_build)
@@ -90,11 +90,6 @@ class Estimator:
         return max(layout.num_microbatches * sums.longest_seconds, mean * self.machine.crowding)
 
     # --- what layouts have in common ---------------------------------------------------------
-
-    def _batch_of(
-        self, size: float, tp: int, recomputes: bool, num_microbatches: int | None
-    ) -> MeasuredBatch:
-        return self.costs.at(size, tp, recomputes=recomputes, num_microbatches=num_microbatches)
 
     def _best_partition(self, key: _Key, num_stages: int) -> tuple[int, ...]:
         return self._batch(*key).step.best_cut(num_stages)

@@ -139,7 +139,6 @@ class ModelCosts:
         self,
         num_samples: float,
         tp: int = 1,
-        *,
         recomputes: bool = False,
         num_microbatches: int | None = None,
     ) -> MeasuredBatch:
@@ -155,7 +154,7 @@ class ModelCosts:
         """
         found = self._between(num_samples)
         if num_microbatches != 1:
-            found = _combined([found], lambda own: self.waiting * own[0], _TIMES)
+            found = _combined([found], _TIMES, lambda own: self.waiting * own[0])
         layers = list(found.step.layers)
         if tp > 1:
             layers = self.tensor[tp].on_each_rank(layers, tp)
@@ -170,13 +169,15 @@ class ModelCosts:
         first, *_, last = (*self.batches, self.batches[-1])
         if num_samples >= last.num_samples:
             factor = num_samples / last.num_samples
-            return _combined([last], lambda high: factor * high[0], _OF_SIZE)
+            return _combined([last], _OF_SAMPLES, lambda own: factor * own[0])
         if num_samples <= first.num_samples:
             return first
         above = next(b for b in self.batches if b.num_samples >= num_samples)
         below = self.batches[self.batches.index(above) - 1]
         share = (num_samples - below.num_samples) / (above.num_samples - below.num_samples)
-        return _combined([below, above], lambda two: two[0] + share * (two[1] - two[0]), _OF_SIZE)
+        return _combined(
+            [below, above], _OF_SAMPLES, lambda two: two[0] + share * (two[1] - two[0])
+        )
 
 
 def averaged(costs: Sequence[ModelCosts]) -> ModelCosts:
@@ -187,7 +188,7 @@ def averaged(costs: Sequence[ModelCosts]) -> ModelCosts:
     """
     same_batches = [*zip(*(each.batches for each in costs), strict=True)]
     mean, slowest = (
-        replace(costs[0], batches=tuple(_combined(same, how, _TIMES) for same in same_batches))
+        replace(costs[0], batches=tuple(_combined(same, _TIMES, how) for same in same_batches))
         for how in (fmean, max)
     )
     times = [sum(b.step.compute_seconds for b in each.batches) for each in (mean, slowest)]
@@ -198,28 +199,48 @@ def averaged(costs: Sequence[ModelCosts]) -> ModelCosts:
     )
 
 
-_STEP_TIMES = {field.name for field in fields(StepCosts) if field.name != "layers"}
-_TIMES = _STEP_TIMES | {"forward_seconds", "backward_seconds"}  # of layers, too
-_FIXED = {"name", "parameter_bytes", "resident_bytes", "version_bytes", "update_seconds"}
-_SIZES = {field.name for field in fields(LayerCosts)} | {"num_samples", "rest_bytes"}
-_OF_SIZE = (_SIZES | _STEP_TIMES) - _FIXED  # what depends on the samples of a micro-batch
+_TIMES = frozenset(
+    {
+        "forward_seconds",
+        "backward_seconds",
+        "own_forward_seconds",
+        "own_backward_seconds",
+        "loss_forward_seconds",
+        "loss_backward_seconds",
+        "update_seconds",
+    }
+)
+"""The times of layers and of the rest of a step."""
+_OF_SAMPLES = (_TIMES - {"update_seconds"}) | {
+    "num_samples",
+    "boundary_bytes",
+    "activation_bytes",
+    "shared_bytes",
+    "transient_bytes",
+    "rest_bytes",
+}
+"""The numbers that depend on the samples of a micro-batch."""
 
 
 def _combined(
     batches: Sequence[MeasuredBatch],
-    how: Callable[[Sequence[float]], float],
     names: Collection[str],
+    how: Callable[[Sequence[float]], float],
 ) -> MeasuredBatch:
-    """Combines the numbers of these names; others are those of the last micro-batch."""
-
-    def of(same: Sequence[_Costs]) -> _Costs:
-        own = [field.name for field in fields(same[-1]) if field.name in names]
-        found: dict[str, Any] = {n: how([getattr(each, n) for each in same]) for n in own}
-        return replace(same[-1], **found)
-
+    """Combines the numbers of some names; others are those of the last micro-batch."""
     steps = [batch.step for batch in batches]
-    layers = tuple(of(same) for same in zip(*(step.layers for step in steps), strict=True))
-    return replace(of(batches), step=replace(of(steps), layers=layers))
+    of_layers = zip(*(step.layers for step in steps), strict=True)
+    layers = tuple(_combined_fields(same, names, how) for same in of_layers)
+    step = replace(_combined_fields(steps, names, how), layers=layers)
+    return replace(_combined_fields(batches, names, how), step=step)
+
+
+def _combined_fields(
+    same: Sequence[_Costs], names: Collection[str], how: Callable[[Sequence[float]], float]
+) -> _Costs:
+    own = [field.name for field in fields(same[-1]) if field.name in names]
+    found: dict[str, Any] = {name: how([getattr(each, name) for each in same]) for name in own}
+    return replace(same[-1], **found)
 
 
 def _shard(layer: LayerCosts, left: float, num_meetings: int) -> LayerCosts:
