@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_dist.engine.splitting.blocks import Blocks
 from lightning_dist.engine.tensors.forward_ast import runs_before
+from lightning_dist.engine.tensors.module_tree import dotted
 from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
 
 Plan = Mapping[str, tuple[list[str], list[str]]]
@@ -102,14 +103,13 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
     for step in list_path.split("."):
         holder = model.get_submodule(holder_name)
         _refuse_own_parameters(holder, holder_name, path)
-        prefix = f"{holder_name}." if holder_name else ""
         for child, part in holder.named_children():
             if child == step or not any(True for _ in part.parameters()):
                 continue
-            name = prefix + child
+            name = dotted(holder_name, child)
             is_before = sides.get(name, runs_before(holder, child, step))
             (before if is_before else after).append(name)
-        holder_name = prefix + step
+        holder_name = dotted(holder_name, step)
     return Blocks(model, path=list_path, before=before, after=after)
 
 
@@ -151,7 +151,7 @@ def _refuse_own_parameters(holder: nn.Module, name: str, path: str) -> None:
     for own, parameter in holder.named_parameters(recurse=False):
         if not parameter.requires_grad:
             continue
-        full_name = ".".join(filter(None, (path, name, own)))
+        full_name = dotted(path, name, own)
         raise ValueError(
             f"Move {full_name!r} into a submodule that runs before or behind the blocks, or freeze"
             f" it with `requires_grad_(False)`: it is of a {type(holder).__name__} that runs on all"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensors.forward_ast import written_by_forward
+from lightning_dist.engine.tensors.module_tree import dotted
 from lightning_dist.engine.tensors.remote_tensor import absent, absent_value
 from lightning_dist.engine.tensors.skeleton import skeleton_of
 
@@ -141,8 +142,7 @@ def describe(layer: ForeignLayer, device: torch.device) -> nn.Module:
     for path, part in parts.items():
         for name in written:
             if _is_data(part, name):
-                full_name = f"{path}.{name}" if path else name
-                setattr(part, name, absent_value(_reason(layer, full_name, _RETURN_IT)))
+                setattr(part, name, absent_value(_reason(layer, dotted(path, name), _RETURN_IT)))
     return description
 
 

@@ -35,6 +35,11 @@ def is_composite(module: nn.Module) -> bool:
     return original_class(module) is not nn.Sequential and any(True for _ in module.children())
 
 
+def dotted(*names: str) -> str:
+    """Joins names to a dotted one; empty names, such as that of the root, are left out."""
+    return ".".join(filter(None, names))
+
+
 def outermost(names: Collection[str]) -> list[str]:
     """Lists the names of modules that are inside of no other one."""
     return [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
@@ -93,7 +98,7 @@ def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         seen.add(module)
         for key, child in module.named_children():
             if child not in seen:
-                yield from visit(_join(name, key), child)
+                yield from visit(dotted(name, key), child)
         yield name, module
 
     return visit("", root)
@@ -159,9 +164,9 @@ def parameter_uses(root: nn.Module, units: Collection[str]) -> list[ParameterUse
             return
         seen.add((module, chain))
         for key, parameter in module.named_parameters(recurse=False):
-            names[parameter].setdefault(chain, _join(path, key))
+            names[parameter].setdefault(chain, dotted(path, key))
         for key, child in module.named_children():
-            visit(_join(path, key), child, chain)
+            visit(dotted(path, key), child, chain)
 
     visit("", root, ())
     return [ParameterUse(parameter, by_chain) for parameter, by_chain in names.items()]
@@ -182,7 +187,3 @@ def without_splits(root: nn.Module, units: Collection[str]) -> list[str]:
     """
     dropped = {unit for use in split_parameters(root, units) for unit in use.between}
     return [unit for unit in units if unit not in dropped]
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key

@@ -41,12 +41,12 @@ from lightning_dist.engine.splitting.tracing.reads import (
     Structure,
     changed_places,
     differing,
-    name_of,
     noted_grad_mode,
     noted_reads,
     parts_of_module,
 )
 from lightning_dist.engine.splitting.tracing.segment import Segment, cut_graph
+from lightning_dist.engine.tensors.module_tree import dotted
 from lightning_dist.engine.tensors.patch import TracedHook, hooks_of
 
 _TRACED_ON = torch.device("cpu")
@@ -187,8 +187,9 @@ class TraceProgram:
         with noted_reads(structure) as reads, noted_grad_mode() as answers:
             program = export(structure, example, has_grad=has_grad, autocast=form.autocast)
         if changed:
+            assigned = sorted(dotted(*place) for place in changed)
             raise ValueError(
-                f"The forward assigns {sorted(map(name_of, changed))}, which a graph does not do."
+                f"The forward assigns {assigned}, which a graph does not do."
                 " Assign such values in the steps or hooks of the LightningModule."
             )
         graph = graph_of(program, self.canonical)

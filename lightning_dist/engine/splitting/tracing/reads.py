@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.tracing.user_code import is_called_by_user, is_the_users
+from lightning_dist.engine.tensors.module_tree import dotted
 from lightning_dist.engine.tensors.patch import hooks_of
 from lightning_dist.engine.tensors.skeleton import skeleton_of
 
@@ -51,11 +52,6 @@ _INSTEAD = (
 def parts_of_module(module: nn.Module) -> dict[str, nn.Module]:
     """Returns the parts of a module by their paths."""
     return dict(module.named_modules())
-
-
-def name_of(place: Place) -> str:
-    """Returns the dotted name of a place."""
-    return ".".join(filter(None, place))
 
 
 def held_at(parts: Parts, place: Place) -> Held:
@@ -284,7 +280,7 @@ class Structure:
             if reason or not alike(held_at(self.parts, place), held_at(parts, place)):
                 kind = type(present.get(name)).__name__
                 raise ValueError(
-                    f"The forward reads `{name_of(place)}`, a {kind}, which graphs cannot follow:"
+                    f"The forward reads `{dotted(*place)}`, a {kind}, which graphs cannot follow:"
                     f" {reason or 'a copy is not equal to it'}. {_INSTEAD}"
                 )
 

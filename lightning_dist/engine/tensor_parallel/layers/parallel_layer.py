@@ -33,6 +33,7 @@ from lightning_dist.engine.tensor_parallel.layers.rng import RegionRandomness
 from lightning_dist.engine.tensor_parallel.layers.sharded_logits import ShardedLogits, mark
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensors.dtensor import is_dtensor, local_part, stacked
+from lightning_dist.engine.tensors.module_tree import dotted
 
 
 @dataclass(frozen=True)
@@ -143,15 +144,14 @@ def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, P
         return {}
     cuts: dict[str, Placement] = {}
     for path, part in cut_parts(layer, by_output=not style.sums_up).items():
-        prefix = f"{path}." if path else ""
         if style.sums_up:
-            cuts[f"{prefix}weight"] = Shard(input_dim(part))
+            cuts[dotted(path, "weight")] = Shard(input_dim(part))
         elif num_stacked > 1:
-            cuts[f"{prefix}weight"] = stacked(output_dim(part), num_stacked)
+            cuts[dotted(path, "weight")] = stacked(output_dim(part), num_stacked)
         else:
-            cuts[f"{prefix}weight"] = Shard(output_dim(part))
+            cuts[dotted(path, "weight")] = Shard(output_dim(part))
             if part.bias is not None:
-                cuts[f"{prefix}bias"] = Shard(0)
+                cuts[dotted(path, "bias")] = Shard(0)
     return cuts
 
 

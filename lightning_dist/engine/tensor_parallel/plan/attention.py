@@ -20,6 +20,7 @@ from lightning_dist.engine.tensor_parallel.layers.projection import (
 )
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.heads import count_heads, norms_before, uncounted
+from lightning_dist.engine.tensors.module_tree import dotted
 
 _SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
@@ -84,7 +85,7 @@ def find_attention(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[s
     own_names = _inputs(attention)
     if not own_names:
         return {}, {}
-    inputs = [_join(name, own_name) for own_name in own_names]
+    inputs = [dotted(name, own_name) for own_name in own_names]
     features = _features(attention, own_names)
     output = _output(root, name, features)
     if output is None or not _sizes_agree(attention, own_names, features):
@@ -102,7 +103,7 @@ def find_attention(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[s
         flaw = _flaw_of_heads(attention, features, known) or ""
         if not flaw:
             styles = dict.fromkeys(inputs, Style.COLWISE) | {output: Style.ROWWISE}
-            return styles | {_join(name, norm): Style.LOCAL for norm in norms}, {}
+            return styles | {dotted(name, norm): Style.LOCAL for norm in norms}, {}
     return {}, dict.fromkeys([*inputs, *filter(None, [output])], flaw)
 
 
@@ -154,9 +155,9 @@ def _features(attention: nn.Module, inputs: tuple[str, ...]) -> int:
 def _output(root: nn.Module, name: str, features: int | None) -> str | None:
     parent = name.rpartition(".")[0]
     # BERT has its output projection in a sibling: attention.self, attention.output.dense.
-    for holder in (name, _join(parent, "output")) if name else (name,):
+    for holder in (name, dotted(parent, "output")) if name else (name,):
         for own_name in _OUTPUTS:
-            for candidate in (_join(holder, own_name), _join(holder, f"{own_name}.0")):
+            for candidate in (dotted(holder, own_name), dotted(holder, f"{own_name}.0")):
                 part = _get(root, candidate)
                 if part is None or not is_projection(part):
                     continue
@@ -192,7 +193,3 @@ def _get(root: nn.Module, name: str) -> nn.Module | None:
         return root.get_submodule(name)
     except AttributeError:
         return None
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key

@@ -15,6 +15,7 @@ from lightning_dist.engine.tensor_parallel.layers.projection import (
     output_size,
 )
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensors.module_tree import dotted
 
 _PAIRS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),
@@ -67,7 +68,7 @@ def find_mlp(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[str, st
 
     Both are empty for no MLP.
     """
-    mlp, prefix = root.get_submodule(name), f"{name}." if name else ""
+    mlp = root.get_submodule(name)
     if isinstance(mlp, nn.Sequential):
         ups, down = _in_sequence(mlp)
     else:
@@ -79,8 +80,9 @@ def find_mlp(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[str, st
     elif not isinstance(mlp, nn.Sequential) and not _is_featurewise(mlp, ups, down):
         flaw = f"other parameters beside {ups[0]} and {down} may be of hidden features"
     else:
-        return {prefix + up: Style.COLWISE for up in ups} | {prefix + down: Style.ROWWISE}, {}
-    return {}, dict.fromkeys([prefix + layer for layer in (*ups, down)], flaw)
+        styles = {dotted(name, up): Style.COLWISE for up in ups}
+        return styles | {dotted(name, down): Style.ROWWISE}, {}
+    return {}, {dotted(name, layer): flaw for layer in (*ups, down)}
 
 
 def _is_featurewise(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:

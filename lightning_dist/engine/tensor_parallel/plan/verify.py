@@ -44,7 +44,7 @@ from lightning_dist.engine.tensor_parallel.plan.regions import (
 )
 from lightning_dist.engine.tensor_parallel.plan.trial_run import Trial, guess_trials, kind_of
 from lightning_dist.engine.tensors.forward_ast import constant_width
-from lightning_dist.engine.tensors.module_tree import original_class
+from lightning_dist.engine.tensors.module_tree import dotted, original_class
 
 _BATCH, _LENGTH = 2, 4
 _LARGEST_MODEL = 2**25  # parameters of a whole model to copy; parts of a model are always copied
@@ -173,7 +173,7 @@ def _unproven(holder: nn.Module, sharding: Sharding) -> str | None:
     """Returns the flaw of a module that could not be run; None if there is none."""
     for parent, width in head_widths(holder, sharding.styles).items():
         attention = holder.get_submodule(parent)
-        path = ".".join(filter(None, (sharding.name, parent)))
+        path = dotted(sharding.name, parent)
         written = constant_width(attention, width, count_heads(attention, width)) if width else None
         if written is not None:
             return (
