@@ -181,9 +181,17 @@ def uniform_partition(num_layers: int, num_stages: int) -> list[int]:
     Raises:
         ValueError: There are more stages than layers.
     """
-    _check([0.0] * num_layers, num_stages, None, None)
+    _check_stages(num_layers, num_stages)
     share, rest = divmod(num_layers, num_stages)
     return [share + (stage < rest) for stage in range(num_stages)]
+
+
+def _check_stages(num_layers: int, num_stages: int) -> None:
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(
+            f"num_stages={num_stages} must be between 1 and the number of layers ({num_layers}):"
+            " each stage needs one."
+        )
 
 
 def _check(
@@ -192,11 +200,7 @@ def _check(
     boundary_bytes: Sequence[float] | None,
     bandwidth_bytes_per_second: float | None,
 ) -> None:
-    if not 1 <= num_stages <= len(costs):
-        raise ValueError(
-            f"num_stages={num_stages} must be between 1 and the number of layers ({len(costs)}):"
-            " each stage needs one."
-        )
+    _check_stages(len(costs), num_stages)
     _check_finite("costs", costs)
     if (boundary_bytes is None) != (bandwidth_bytes_per_second is None):
         raise ValueError("Give `boundary_bytes` and `bandwidth_bytes_per_second` together.")

@@ -199,27 +199,11 @@ def averaged(costs: Sequence[ModelCosts]) -> ModelCosts:
     )
 
 
-_TIMES = frozenset(
-    {
-        "forward_seconds",
-        "backward_seconds",
-        "own_forward_seconds",
-        "own_backward_seconds",
-        "loss_forward_seconds",
-        "loss_backward_seconds",
-        "update_seconds",
-    }
-)
-"""The times of layers and of the rest of a step."""
-_OF_SAMPLES = (_TIMES - {"update_seconds"}) | {
-    "num_samples",
-    "boundary_bytes",
-    "activation_bytes",
-    "shared_bytes",
-    "transient_bytes",
-    "rest_bytes",
-}
-"""The numbers that depend on the samples of a micro-batch."""
+_KINDS = (LayerCosts, StepCosts, MeasuredBatch)
+_NUMBERS = {field.name for kind in _KINDS for field in fields(kind)} - {"name", "layers", "step"}
+_TIMES = {name for name in _NUMBERS if name.endswith("_seconds")}
+# An update and the parameters are the same, whatever the samples of a micro-batch.
+_OF_SAMPLES = _NUMBERS - {"update_seconds", "parameter_bytes", "resident_bytes", "version_bytes"}
 
 
 def _combined(

@@ -8,7 +8,7 @@ layer then returns. There is no communication, and all ranks find the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -125,23 +125,17 @@ def _try(copy: nn.Module, trial: Trial, compare: Compare, dtype: torch.dtype) ->
         return Finding(False) if trial.is_guess else Finding(True, str(error))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Run:
-    """What a call of a module has shown."""
+    """What one call of a module has shown."""
 
-    sums: dict[str, list[Tensor]]  # the partial sums of each call, by layer that sums up
-    met: dict[str, list[int]]  # the number of elements that each call is given, by local layer
-    returned: Tensor = field(init=False)
+    returned: Tensor
+    sums: Mapping[str, Sequence[Tensor]]  # of each call, by layer that sums up
+    met: Mapping[str, Sequence[int]]  # elements that each call is given, by local layer
 
 
 class LayerComparison:
-    """The comparison of a whole module with parts whose layers are cut.
-
-    Args:
-        sharding: How the layers are cut.
-        copy: The copy of the module, run whole at once.
-        trial: How it is called.
-    """
+    """The comparison of a copy, run whole at once, with parts of it whose layers are cut."""
 
     def __init__(self, sharding: Sharding, copy: nn.Module, trial: Trial) -> None:
         self._sharding, self._copy, self._trial = sharding, copy, trial
@@ -169,25 +163,24 @@ class LayerComparison:
     def _run(self, module: nn.Module, sums: Mapping[str, Sequence[Tensor]] | None = None) -> _Run:
         """Runs a module, whose layers that sum up return the given sums, or their own."""
         styles = self._sharding.styles
-        run = _Run(
-            sums={name: [] for name, style in styles.items() if style.sums_up},
-            met={name: [] for name, style in styles.items() if style is Style.LOCAL},
-        )
-        for name, own in run.sums.items():
-            _note_sums(_layer(module, name), own, None if sums is None else sums[name])
+        own: dict[str, list[Tensor]] = {n: [] for n, style in styles.items() if style.sums_up}
+        for name, noted in own.items():
+            _note_sums(_layer(module, name), noted, None if sums is None else sums[name])
+        local = [name for name, style in styles.items() if style is Style.LOCAL]
+        met: dict[str, list[int]] = {name: [] for name in local}
         # On the whole and on the parts, for torch runs other code without hooks.
         hooks = [
             module.get_submodule(name).register_forward_pre_hook(
                 lambda _, given, sizes=sizes: sizes.append(given[0].numel())
             )
-            for name, sizes in run.met.items()
+            for name, sizes in met.items()
         ]
         for name, part in module.named_modules():
             hooks += _note_calls(part, name, self._running) if name else ()
-        run.returned = self._trial.run(module, TrialNumbers())
+        returned = self._trial.run(module, TrialNumbers())
         for hook in hooks:
             hook.remove()
-        return run
+        return _Run(returned, own, met)
 
 
 def _flaw_of(label: str, whole: _Run, parts: Sequence[_Run], tolerance: float) -> str | None:

@@ -63,14 +63,7 @@ def _find_flaw(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
 
 
 class _PositionComparison:
-    """The comparison of a block on a whole sequence with the block on each rank's shard.
-
-    Args:
-        styles: Styles by the layers' names inside of the block.
-        tp_size: Number of ranks.
-        copy: The copy of the block, run on the whole sequence at once.
-        trial: How it is called.
-    """
+    """The comparison of a block on a whole sequence, at once, with it on each rank's shard."""
 
     def __init__(self, styles: Styles, tp_size: int, copy: nn.Module, trial: Trial) -> None:
         self._styles, self._tp_size, self._copy, self._trial = styles, tp_size, copy, trial

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
 
-from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
-from lightning_dist.engine.planning.search import model_costs
-from lightning_dist.engine.planning.search.model_costs import MeasuredBatch, ModelCosts, averaged
+from lightning_dist.engine.planning.search.model_costs import ModelCosts, averaged
 from tests.unit.engine.planning.search.models import measured, model
 
 
@@ -91,10 +89,3 @@ def test_stages_add_the_gradients_of_all_micro_batches_but_the_first() -> None:
     assert times[1] - times[0] == 0.5 * 75
     rates = [replace(costs, adding_seconds=rate) for rate in (1.0, 2.0)]
     assert averaged(rates).adding_seconds == 1.5
-
-
-def test_each_number_grows_with_the_samples_or_is_known_not_to() -> None:
-    kinds = (LayerCosts, StepCosts, MeasuredBatch)
-    names = {field.name for kind in kinds for field in fields(kind)}
-    fixed = {"parameter_bytes", "resident_bytes", "version_bytes", "update_seconds"}
-    assert names - fixed - {"name", "layers", "step"} == model_costs._OF_SAMPLES
