@@ -62,8 +62,8 @@ def export(
     module: nn.Module,
     call: Call,
     *,
-    has_grad: bool = True,
-    autocast: torch.dtype | None = None,
+    has_grad: bool,
+    autocast: torch.dtype | None,
 ) -> ExportedProgram:
     """Traces a module in the present training or evaluation mode of each part.
 

@@ -43,7 +43,6 @@ from lightning_dist.engine.splitting.tracing.reads import (
     differing,
     noted_grad_mode,
     noted_reads,
-    parts_of_module,
 )
 from lightning_dist.engine.splitting.tracing.segment import Segment, cut_graph
 from lightning_dist.engine.tensors.module_tree import dotted
@@ -98,7 +97,7 @@ class TraceProgram:
         kwargs: Mapping[str, Any],
         casts: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        parts = parts_of_module(module)
+        parts = dict(module.named_modules())
         _refuse_hooks(parts)
         self.casts = casts
         self._module = module
@@ -179,7 +178,7 @@ class TraceProgram:
         structure = self._structure.made_on(_TRACED_ON)
         if self.casts is not None:
             self.casts(structure)
-        own, copied = self._structure.parts, parts_of_module(structure)
+        own, copied = self._structure.parts, dict(structure.named_modules())
         changed: set[Place] = set()
         # In the trace, for torch puts back what it finds changed behind it.
         structure.register_forward_hook(lambda *_: changed.update(changed_places(own, copied)))
@@ -251,7 +250,7 @@ class TraceProgram:
         Raises:
             ValueError: No graph can be made for this call, or a part has got a hook.
         """
-        parts = parts_of_module(self._module)
+        parts = dict(self._module.named_modules())
         _refuse_hooks(parts)  # of a callback, say
         self._structure.check(parts)
         call = bind(self._signature, args, kwargs)

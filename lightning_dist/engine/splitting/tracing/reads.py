@@ -49,11 +49,6 @@ _INSTEAD = (
 )
 
 
-def parts_of_module(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the parts of a module by their paths."""
-    return dict(module.named_modules())
-
-
 def held_at(parts: Parts, place: Place) -> Held:
     """Returns the value of an attribute, of the object or else of its class."""
     part, name = parts[place[0]], place[1]
@@ -229,11 +224,11 @@ class Structure:
         self.module = skeleton_of(module)
         for hooks in hooks_of(self.module):  # they run around the sequence, as around any other
             hooks.clear()
-        self.parts = parts_of_module(self.module)
+        self.parts = dict(self.module.named_modules())
         # A module may leave things out of its copies, as a LightningModule does its trainer.
         self._left_out = {
             (path, name)
-            for path, part in parts_of_module(module).items()
+            for path, part in module.named_modules()
             for name, value in vars(part).items()
             if value is not None and vars(self.parts[path]).get(name) is None
         }

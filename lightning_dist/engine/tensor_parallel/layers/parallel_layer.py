@@ -136,7 +136,7 @@ class _SpreadForward:
         )
 
 
-def cuts_of(layer: nn.Module, style: Style, num_stacked: int = 1) -> dict[str, Placement]:
+def cuts_of(layer: nn.Module, style: Style, num_stacked: int) -> dict[str, Placement]:
     """Returns the placements of a layer's sharded parameters by name, before it is changed."""
     if style is Style.VOCAB:
         return {"weight": Shard(0)}

@@ -105,7 +105,7 @@ def holders(module: nn.Module, styles: Styles) -> dict[str, list[str]]:
         partner = partners.of(name) if style is Style.COLWISE else None
         if partner is None:
             continue
-        shared = _shared(name.split("."), partner.split("."))
+        shared = shared_path(name, partner)
         while shared and _only_holds(module.get_submodule(".".join(shared))):
             shared.pop()
         holder = ".".join(shared)
@@ -134,6 +134,7 @@ def paths(name: str) -> Iterator[str]:
     yield ""
 
 
-def _shared(parts: list[str], others: list[str]) -> list[str]:
-    pairs = zip(parts, others, strict=False)
+def shared_path(name: str, other: str) -> list[str]:
+    """Returns the parts with which two dotted names begin alike."""
+    pairs = zip(name.split("."), other.split("."), strict=False)
     return [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]

@@ -6,7 +6,6 @@ They may share one weight, and one weight is sharded in one way. So the two are 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import takewhile
 from typing import cast
 
 from torch import nn
@@ -21,6 +20,7 @@ from lightning_dist.engine.tensor_parallel.layers.projection import (
     projection_name,
 )
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
+from lightning_dist.engine.tensor_parallel.plan.regions import shared_path
 
 _OTHER_TABLES = ("pos", "wpe", "type", "segment", "bias")
 
@@ -117,8 +117,7 @@ def _find_head(module: nn.Module, table_name: str, taken: Collection[str]) -> st
         and input_size(part) == table.embedding_dim
     ]
 
-    def shared_path(name: str) -> int:  # a copy of the model, a reference say, has a head, too
-        pairs = zip(name.split("."), table_name.split("."), strict=False)
-        return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+    def nearness(name: str) -> int:  # a copy of the model, a reference say, has a head, too
+        return len(shared_path(name, table_name))
 
-    return max(reversed(heads), key=shared_path, default=None)
+    return max(reversed(heads), key=nearness, default=None)
