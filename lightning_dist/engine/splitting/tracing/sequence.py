@@ -4,6 +4,10 @@ The user's module keeps its parts, their modes, and the names of its parameters.
 replaced by the sequence. Each layer holds the parameters that its operations use. These are the
 same objects as in the module, for gradients, optimizers and weight versions. Buffers are looked up
 in the module when a layer runs. :mod:`.tracing.program` has the layers' graphs.
+
+So a cut has two sides. In the sequence, layers of other ranks become foreign layers, as in any
+other one. They keep the shapes, for layers that move to this rank later. In the user's module the
+parts stay, and only their tensors are removed (:mod:`.tracing.removed_tensors`).
 """
 
 from __future__ import annotations
