@@ -329,6 +329,7 @@ def test_a_tied_parameter_stays_one(workers: WorkerPool) -> None:
 def refusal(plan: dict[str, str], heads: int, length: int, sequence_parallel: bool) -> str:
     network = gpt(num_heads=heads)
     mesh = ranks()
+    dist.barrier()  # else one rank may end while the other still connects
 
     def spread_and_call() -> None:
         TensorParallelModule(
