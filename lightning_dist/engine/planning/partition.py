@@ -40,6 +40,7 @@ def find_moves(
     before: Sequence[int], after: Sequence[int], rank_of_stage: Sequence[int]
 ) -> tuple[Move, ...]:
     """Returns the moves of layers between two partitions on the same ranks, in order."""
+    assert len(before) == len(after) == len(rank_of_stage)
     stages = zip(stage_of_layers(before), stage_of_layers(after), strict=True)
     ranks = [(rank_of_stage[old], rank_of_stage[new]) for old, new in stages]
     return tuple(Move(layer, *pair) for layer, pair in enumerate(ranks) if pair[0] != pair[1])
