@@ -69,15 +69,10 @@ class Blocks(Layers):
                 for index, block in enumerate(blocks)
             ],
         )
-        self._path = path
+        self.origin = f"the blocks of {path}"
         self._route = BlockRoute(
             module, path=path, before=before, after=after, run=self.compiler.resume
         )
-
-    @property
-    @override
-    def origin(self) -> str:
-        return f"the blocks of {self._path}"
 
     @override
     def stage(self, first: int, end: int) -> nn.Module:

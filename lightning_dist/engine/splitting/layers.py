@@ -44,28 +44,22 @@ class Layers:
         names: Names of each layer's submodules.
 
     Attributes:
+        users_module: The module in the user's model by which a step reads parameters of the layers.
+        origin: Where the layers come from, in a few words; empty for an ``nn.Sequential``.
         compiler: The compiler of the pipelined module's calls.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[Sequence[str]]) -> None:
         self.module = module
         self.names = tuple(tuple(group) for group in names)
+        self.users_module = module
+        self.origin = ""
         self.compiler = PausedCompiler()
         self._foreign: list[ForeignLayer] = []
 
     def __len__(self) -> int:
         """Returns the number of layers."""
         return len(self.names)
-
-    @property
-    def users_module(self) -> nn.Module:
-        """The module in the user's model by which a step reads parameters of the layers."""
-        return self.module
-
-    @property
-    def origin(self) -> str:
-        """Where the layers come from, in a few words; empty for an ``nn.Sequential``."""
-        return ""
 
     def parts(self) -> list[Part]:
         """Lists all submodules of all layers."""

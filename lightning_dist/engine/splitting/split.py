@@ -97,8 +97,13 @@ class PipelineSplit:
 
     def is_beside(self, name: str) -> bool:
         """Returns whether a module is no part of the pipelined one, and does not hold it."""
-        pipelined = f"{self.path}." if self.path else ""
+        pipelined = self._prefix
         return not (f"{name}.".startswith(pipelined) or pipelined.startswith(f"{name}."))
+
+    @property
+    def _prefix(self) -> str:
+        """What the names of the pipelined module's parts begin with."""
+        return f"{self.path}." if self.path else ""
 
     def _layer_of(self, name: str) -> int | None:
         for part in self.layers.parts():

@@ -86,23 +86,14 @@ class TracedLayers(LayerSequence):
         self.program = program
         self.saved = names_of_saved(module)
         self.away = RemovedTensors(module)
-        self._traced = module
+        self.users_module = module
+        self.origin = "traced from its first call"
         module.forward = _TracedForward(self)
 
     def names_in(self, layers: Sequence[int]) -> set[str]:
         """Returns all names that the tensors of some layers have in the traced module."""
         first = frozenset[str]().union(*(self.program.names[index] for index in layers))
         return {name for name, canonical in self.program.canonical.items() if canonical in first}
-
-    @property
-    @override
-    def users_module(self) -> nn.Module:
-        return self._traced
-
-    @property
-    @override
-    def origin(self) -> str:
-        return "traced from its first call"
 
     def _parameters_of(self, layer_index: int) -> dict[str, nn.Parameter]:
         layer = self.module.get_submodule(str(layer_index))
@@ -134,7 +125,7 @@ class TracedLayers(LayerSequence):
     def beside(self, layer_index: int) -> dict[str, Tensor]:
         names = self.program.names[layer_index]
         buffers = names - self._parameters_of(layer_index).keys()
-        return {name: self._traced.get_buffer(name) for name in buffers}
+        return {name: self.users_module.get_buffer(name) for name in buffers}
 
     @override
     def attach(self, device: torch.device) -> None:

@@ -30,10 +30,6 @@ class TracedSplit(PipelineSplit):
     layers: TracedLayers
 
     @property
-    def _prefix(self) -> str:
-        return f"{self.path}." if self.path else ""
-
-    @property
     def _own_layers(self) -> list[int]:
         return layers_of_stages(self.layers_per_stage, self.stages)
 
