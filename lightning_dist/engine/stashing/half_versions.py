@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dist.engine.stashing.versions import Stashed, WeightVersion, version_bytes
+from lightning_dist.engine.stashing.versions import ComputeWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,41 +40,23 @@ class HalfWeights:
         return parameter.to(self.dtype_of(parameter))
 
 
-class StashedHalf(Stashed):
-    """Creates versions by casting; all but ``half`` is as for :class:`.Stashed`."""
+class CastWeights(ComputeWeights):
+    """Casts of the parameters, which are the masters, made anew for each version."""
 
-    def __init__(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        half: HalfWeights,
-        max_age: int = 0,
-        *,
-        recomputes: bool = False,
-        remembers: bool = False,
-    ) -> None:
-        super().__init__(parameters, max_age, recomputes=recomputes, remembers=remembers)
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], half: HalfWeights) -> None:
         self._half = half
         self._frozen: dict[str, Tensor] = {}
-        self._num_bytes = version_bytes(self._parameters.values(), half.dtype_of)
+        super().__init__(parameters)
 
     @override
-    def look(self) -> WeightVersion:
-        with torch.no_grad():
-            aliases = {name: self._half.cast(p) for name, p in self._parameters.items()}
-        return WeightVersion(self.num_steps, aliases)
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        return self._half.dtype_of(parameter)
 
     @override
-    def restart(self) -> None:
-        super().restart()
-        self._frozen.clear()
-        if self._current is not None and not self._current.num_users:
-            self._current = None  # other code than the optimizer may have written to the masters
-
-    @override
-    def _aliases(self) -> Mapping[str, Tensor]:
+    def aliases(self) -> Mapping[str, Tensor]:
         return {
             name: self._alias(name, p) if p.requires_grad else self._frozen_alias(name, p)
-            for name, p in self._parameters.items()
+            for name, p in self.parameters.items()
         }
 
     def _alias(self, name: str, parameter: nn.Parameter) -> Tensor:
@@ -86,12 +68,6 @@ class StashedHalf(Stashed):
             is_master = copy is parameter
             return (copy.clone() if is_master else copy).detach().requires_grad_()
 
-    @override
-    def _again(self, alias: Tensor, parameter: nn.Parameter) -> Tensor:
-        if self._half.is_in_graph and parameter.requires_grad:
-            return self._half.cast(parameter)
-        return super()._again(alias, parameter)
-
     def _frozen_alias(self, name: str, parameter: nn.Parameter) -> Tensor:
         if name not in self._frozen:
             with torch.no_grad():
@@ -99,12 +75,26 @@ class StashedHalf(Stashed):
         return self._frozen[name]
 
     @override
-    def before_step(self) -> None:
-        late = [n for n, p in self._parameters.items() if p.grad is not None and n in self._frozen]
-        for name in late:  # frozen since the batch whose gradient comes now
-            del self._frozen[name]
-        super().before_step()
+    def again(self, alias: Tensor, parameter: nn.Parameter) -> Tensor:
+        if self._half.is_in_graph and parameter.requires_grad:
+            return self._half.cast(parameter)
+        return super().again(alias, parameter)
 
     @override
-    def _leave_current(self) -> None:
+    def look(self) -> Mapping[str, Tensor]:
+        with torch.no_grad():
+            return {name: self._half.cast(p) for name, p in self.parameters.items()}
+
+    @override
+    def leave(self) -> None:
         """Does nothing, since the optimizer writes to the masters."""
+
+    @override
+    def before_step(self) -> None:
+        late = [n for n, p in self.parameters.items() if p.grad is not None and n in self._frozen]
+        for name in late:  # frozen since the batch whose gradient comes now
+            del self._frozen[name]
+
+    @override
+    def restart(self) -> None:
+        self._frozen.clear()

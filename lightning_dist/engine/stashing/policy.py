@@ -4,14 +4,16 @@
 policy              forward of b                       backward of b
 ==================  =================================  ============================
 :class:`Current`    the parameters themselves          the same (nothing moved)
-:class:`.Stashed`   the newest version, or one that    the version of its forward, or
-                    all stages have (vertical sync)    the newest version then
+:class:`.Stashed`   the newest version, or one that    the version of its forward
+                    all stages have (vertical sync)
+:class:`Newest`     the newest version                 the newest version then
 :class:`.Predicted` the newest version, extrapolated   the version of its forward
                     to the update of b
 ==================  =================================  ============================
 
-In half precision with masters forwards and backwards see casts of these, since no micro-batch
-computes with the parameters themselves. Then synchronous schedules use :class:`.StashedHalf`.
+In half precision with masters forwards and backwards see :class:`.CastWeights`, since no
+micro-batch computes with the parameters themselves. Then synchronous schedules use
+:class:`.Stashed`.
 """
 
 from __future__ import annotations
@@ -22,9 +24,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist.engine.schedules.update_rule import BackwardWeights, StageWeights
-from lightning_dist.engine.stashing.half_versions import HalfWeights, StashedHalf
+from lightning_dist.engine.stashing.half_versions import CastWeights, HalfWeights
 from lightning_dist.engine.stashing.prediction import Predicted
-from lightning_dist.engine.stashing.versions import Stashed, WeightPolicy, WeightVersion
+from lightning_dist.engine.stashing.versions import (
+    ComputeWeights,
+    Stashed,
+    WeightPolicy,
+    WeightVersion,
+)
 from lightning_dist.engine.tensors.patch import has_gradient_hooks
 
 Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]
@@ -38,16 +45,46 @@ class Current(WeightPolicy):
     run their hooks for each micro-batch.
     """
 
-    def __init__(self, layers: nn.Module, *, hides_hooks: bool) -> None:
-        super().__init__()
-        # Once: there are many micro-batches and modules.
-        self._named = list(layers.named_parameters()) if hides_hooks else []
+    def __init__(self, weights: ComputeWeights, *, hides_hooks: bool) -> None:
+        super().__init__(weights)
+        self._named = weights.parameters if hides_hooks else {}
 
     @override
     def acquire(self) -> WeightVersion:
-        hooked = {n: p for n, p in self._named if p.requires_grad and has_gradient_hooks(p)}
+        hooked = {n: p for n, p in self._named.items() if p.requires_grad and has_gradient_hooks(p)}
         aliases = {name: p.data.requires_grad_() for name, p in hooked.items()}
         return WeightVersion(self.num_steps, aliases)
+
+
+class Newest(WeightPolicy):
+    """Keeps no version: a backward runs the layers again, on the newest weights.
+
+    It only serves to study what stashing buys (PipeDream, section 3.3).
+
+    Args:
+        weights: The weights of the stage.
+        remembers: Whether the trained weights of a forward are copied, for comparisons.
+    """
+
+    recomputes = True
+
+    def __init__(self, weights: ComputeWeights, *, remembers: bool = False) -> None:
+        super().__init__(weights)
+        self._remembers = remembers
+
+    @property
+    @override
+    def version_bytes(self) -> int:
+        return self._weights.num_bytes
+
+    @override
+    def acquire(self) -> WeightVersion:
+        aliases = self._weights.aliases()
+        copies = {
+            name: alias.detach().clone() if alias.requires_grad else alias
+            for name, alias in (aliases.items() if self._remembers else ())
+        }
+        return WeightVersion(self.num_steps, aliases, copies=copies)
 
 
 def choose_policy(
@@ -73,6 +110,8 @@ def choose_policy(
     """
     if half is not None and not half.casts(layers):
         half = None
+    named = layers.named_parameters()
+    computed = ComputeWeights(named) if half is None else CastWeights(named, half)
     if predict is not None:
 
         def predicted(num_updates: int) -> Mapping[str, Tensor]:
@@ -80,11 +119,9 @@ def choose_policy(
             trained = {name: p for name, p in layers.named_parameters() if p.requires_grad}
             return predict(trained, num_updates)
 
-        return Predicted(layers.named_parameters(), predicted, microbatches_per_update, half)
-    if half is None and weights.of_backward is BackwardWeights.UNCHANGED:
-        return Current(layers, hides_hooks=hides_hooks)
-    recomputes = weights.of_backward is BackwardWeights.NEWEST
-    named, age = layers.named_parameters(), weights.age
-    if half is None:
-        return Stashed(named, age, recomputes=recomputes, remembers=remembers)
-    return StashedHalf(named, half, age, recomputes=recomputes, remembers=remembers)
+        return Predicted(computed, predicted, microbatches_per_update)
+    if weights.of_backward is BackwardWeights.NEWEST:
+        return Newest(computed, remembers=remembers)
+    if weights.of_backward is BackwardWeights.UNCHANGED and half is None:
+        return Current(computed, hides_hooks=hides_hooks)
+    return Stashed(computed, weights.age)

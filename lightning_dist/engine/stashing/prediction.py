@@ -8,7 +8,7 @@ predict over is counted: those of batches that have begun and are not applied ye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, NAdam, Optimizer, RAdam
 from typing_extensions import override
 
-from lightning_dist.engine.stashing.half_versions import HalfWeights
-from lightning_dist.engine.stashing.versions import WeightPolicy, WeightVersion, version_bytes
+from lightning_dist.engine.stashing.half_versions import CastWeights
+from lightning_dist.engine.stashing.versions import (
+    ComputeWeights,
+    WeightPolicy,
+    WeightVersion,
+    version_bytes,
+)
 
 _ADAMS = (Adam, NAdam, RAdam)  # AdamW is an Adam
 
@@ -100,15 +105,11 @@ class Predicted(WeightPolicy):
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
+        weights: ComputeWeights,
         predict: Callable[[int], Mapping[str, Tensor]],
         batch_size: int = 1,
-        half: HalfWeights | None = None,
     ) -> None:
-        super().__init__()
-        self._parameters = dict(parameters)
-        self._half = half
-        self._dtype_of = half.dtype_of if half is not None else lambda parameter: parameter.dtype
+        super().__init__(weights)
         self._predict = predict
         self._batch_size = batch_size
         self._num_acquired = 0
@@ -137,17 +138,16 @@ class Predicted(WeightPolicy):
 
     @override
     def look(self) -> WeightVersion:
-        if self._half is None:
-            return super().look()
-        return WeightVersion(self.num_steps, self._aliases({}))
+        casts = isinstance(self._weights, CastWeights)
+        return WeightVersion(self.num_steps, self._aliases({}) if casts else {})
 
     def _aliases(self, copies: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {
             name: copies.get(name, p.data)
-            .to(self._dtype_of(p))
+            .to(self._weights.dtype_of(p))
             .detach()
             .requires_grad_(p.requires_grad)
-            for name, p in self._parameters.items()
+            for name, p in self._weights.parameters.items()
         }
 
     @override
@@ -163,7 +163,7 @@ class Predicted(WeightPolicy):
     def protect_versions(self) -> None:
         """Moves the parameters away from the versions that no update was predicted for."""
         shared = [version for version, count in self._copied_bytes.items() if count == 0]
-        for parameter in self._parameters.values() if shared else ():
+        for parameter in self._weights.parameters.values() if shared else ():
             if parameter.requires_grad:
                 parameter.data = parameter.data.clone()
         self._copied_bytes |= dict.fromkeys(shared, self.version_bytes)
@@ -171,12 +171,13 @@ class Predicted(WeightPolicy):
     @override
     def restart(self) -> None:
         """Restarts the count: no other update comes before the next batch's own."""
+        super().restart()
         self._num_acquired, self._steps_before_restart = 0, self.num_steps
 
     @property
     @override
     def version_bytes(self) -> int:
-        return version_bytes(self._parameters.values(), self._dtype_of)
+        return version_bytes(self._weights.parameters.values(), self._weights.dtype_of)
 
     @property
     @override

@@ -69,6 +69,47 @@ class WeightVersion:
         return self.copies or self.aliases
 
 
+class ComputeWeights:
+    """The weights with which a stage's layers compute: the parameters themselves, by aliases.
+
+    Args:
+        parameters: The stage's parameters with their names, trainable or not.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.parameters = dict(parameters)
+        self.num_bytes = version_bytes(self.parameters.values(), self.dtype_of)
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Returns the data type in which a parameter computes."""
+        return parameter.dtype
+
+    def aliases(self) -> Mapping[str, Tensor]:
+        """Returns the leaves of a new version, by parameter name."""
+        return {name: p.data.requires_grad_(p.requires_grad) for name, p in self.parameters.items()}
+
+    def again(self, alias: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Returns another alias of a parameter that was frozen or unfrozen, maybe."""
+        return alias.detach().requires_grad_(parameter.requires_grad)
+
+    def look(self) -> Mapping[str, Tensor]:
+        """Returns aliases without gradients; none mean the parameters themselves."""
+        return {}
+
+    def leave(self) -> None:
+        """Moves the parameters to fresh memory, away from the newest version's."""
+        for parameter in self.parameters.values():
+            # One that was frozen lately may have a gradient of a batch before.
+            if parameter.requires_grad or parameter.grad is not None:
+                parameter.data = parameter.data.clone()
+
+    def before_step(self) -> None:
+        """Prepares for the optimizer's writes; call it right before them."""
+
+    def restart(self) -> None:
+        """Restarts with no micro-batch in flight."""
+
+
 class WeightPolicy(ABC):
     """Decides which weights the micro-batches of a stage see; see :func:`.choose_policy`.
 
@@ -80,7 +121,8 @@ class WeightPolicy(ABC):
 
     recomputes = False
 
-    def __init__(self) -> None:
+    def __init__(self, weights: ComputeWeights) -> None:
+        self._weights = weights
         self.num_steps = 0
         self.peak_stash_bytes = 0
 
@@ -100,7 +142,7 @@ class WeightPolicy(ABC):
 
     def look(self) -> WeightVersion:
         """Returns the newest weights, for a forward without a backward, so without a release."""
-        return WeightVersion(self.num_steps)
+        return WeightVersion(self.num_steps, self._weights.look())
 
     def release(self, version: WeightVersion) -> None:
         """Releases weights from :meth:`acquire` after the backward that needed them."""
@@ -112,71 +154,51 @@ class WeightPolicy(ABC):
         If the optimizer then skips the step, there still is a new version, since versions are
         counted in batches.
         """
+        self._weights.before_step()
         self.num_steps += 1
 
     def protect_versions(self) -> None:  # noqa: B027
         """Keeps versions in use from what hooks write behind a batch without a step."""
 
-    def restart(self) -> None:  # noqa: B027
+    def restart(self) -> None:
         """Restarts with no micro-batch in flight, after a drain."""
+        self._weights.restart()
 
 
 class Stashed(WeightPolicy):
     """Returns the newest version to forwards, and keeps the older versions that are in use.
 
     Args:
-        parameters: The stage's parameters with their names, trainable or not.
+        weights: The weights of the stage.
         max_age: Number of steps by which forwards stay behind the newest version, as soon as there
             were that many since the last :meth:`restart`.
-        recomputes: Whether a backward runs the layers again on the newest version, so that none is
-            kept. It only serves to study what stashing buys (PipeDream, section 3.3).
-        remembers: Whether the trained weights of a forward are copied then, for comparisons.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        max_age: int = 0,
-        *,
-        recomputes: bool = False,
-        remembers: bool = False,
-    ) -> None:
-        super().__init__()
-        self.recomputes, self._remembers = recomputes, remembers
-        self._parameters = dict(parameters)
+    def __init__(self, weights: ComputeWeights, max_age: int = 0) -> None:
+        super().__init__(weights)
         self._max_age = max_age
         self._aging: deque[WeightVersion] = deque()
-        self._num_bytes = version_bytes(self._parameters.values())
         self._current: WeightVersion | None = None
         self._stashed: list[WeightVersion] = []
 
     @property
     @override
     def version_bytes(self) -> int:
-        return self._num_bytes
+        return self._weights.num_bytes
 
     @property
     @override
     def stash_bytes(self) -> int:
-        return len(self._stashed) * self._num_bytes
+        return len(self._stashed) * self._weights.num_bytes
 
     @override
     def acquire(self) -> WeightVersion:
-        if self.recomputes:
-            aliases = self._aliases()
-            copies = {
-                name: alias.detach().clone() if alias.requires_grad else alias
-                for name, alias in (aliases.items() if self._remembers else ())
-            }
-            return WeightVersion(self.num_steps, aliases, copies=copies)
         version = self._aging[0] if self._aging else self._newest()
         version.num_users += 1
         return self._as_trained(version)
 
     @override
     def release(self, version: WeightVersion) -> None:
-        if self.recomputes:
-            return
         version = version.origin or version
         assert version.num_users > 0
         version.num_users -= 1
@@ -198,48 +220,34 @@ class Stashed(WeightPolicy):
     def protect_versions(self) -> None:
         self._stash_current()
 
+    @override
+    def restart(self) -> None:
+        super().restart()
+        while self._aging:
+            self._drop_if_unused(self._aging.popleft())
+        if self._current is not None and not self._current.num_users:
+            self._current = None  # other code than the optimizer may have written to the masters
+
+    def _newest(self) -> WeightVersion:
+        if self._current is None:
+            self._current = WeightVersion(self.num_steps, self._weights.aliases())
+        return self._current
+
     def _stash_current(self, *, is_used: bool = False) -> None:
         current, self._current = self._current, None
         if current is not None and (current.num_users > 0 or is_used):
             self._stashed.append(current)
-            self._leave_current()
+            self._weights.leave()
             self.peak_stash_bytes = max(self.peak_stash_bytes, self.stash_bytes)
-
-    @override
-    def restart(self) -> None:
-        while self._aging:
-            self._drop_if_unused(self._aging.popleft())
-
-    def _newest(self) -> WeightVersion:
-        if self._current is None:
-            self._current = WeightVersion(self.num_steps, self._aliases())
-        return self._current
-
-    def _aliases(self) -> Mapping[str, Tensor]:
-        """Returns the tensors with which the layers compute, by parameter name."""
-        return {
-            name: p.data.requires_grad_(p.requires_grad) for name, p in self._parameters.items()
-        }
 
     def _as_trained(self, version: WeightVersion) -> WeightVersion:
         """Returns a version whose aliases need gradients where the parameters do by now."""
-        own, before = self._parameters, version.aliases
+        own, before = self._weights.parameters, version.aliases
         if all(alias.requires_grad == own[name].requires_grad for name, alias in before.items()):
             return version
         # The graphs of micro-batches in flight keep the aliases that they have.
-        aliases = {name: self._again(alias, own[name]) for name, alias in before.items()}
+        aliases = {name: self._weights.again(alias, own[name]) for name, alias in before.items()}
         return WeightVersion(version.index, aliases, origin=version)
-
-    def _again(self, alias: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Returns another alias of a parameter that was frozen or unfrozen, maybe."""
-        return alias.detach().requires_grad_(parameter.requires_grad)
-
-    def _leave_current(self) -> None:
-        """Moves the parameters to fresh memory, away from the newest version's."""
-        for parameter in self._parameters.values():
-            # One that was frozen lately may have a gradient of a batch before.
-            if parameter.requires_grad or parameter.grad is not None:
-                parameter.data = parameter.data.clone()
 
     def _drop_if_unused(self, version: WeightVersion) -> None:
         is_needed = version.num_users > 0 or version in self._aging

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.stashing.half_versions import HalfWeights, StashedHalf
+from lightning_dist.engine.stashing.half_versions import CastWeights, HalfWeights
 from lightning_dist.engine.stashing.versions import Stashed, WeightVersion, version_bytes
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 from tests.helpers.half_reference import Reference
@@ -48,7 +48,7 @@ def test_a_rank_counts_its_part_of_what_is_spread() -> None:
 def test_a_version_is_the_cast() -> None:
     module = nn.Linear(2, 2)
     master = module.weight.data_ptr()
-    store = StashedHalf(module.named_parameters(), half())
+    store = Stashed(CastWeights(module.named_parameters(), half()))
     version = store.acquire()
     weight, bias = version.aliases["weight"], version.aliases["bias"]
     assert (weight.dtype, bias.dtype) == (BF16, FP32)
@@ -69,7 +69,7 @@ def test_a_version_is_the_cast() -> None:
 
 def test_what_was_trained_and_is_frozen_again_has_its_last_values() -> None:
     module = nn.Linear(2, 2)
-    store = StashedHalf(module.named_parameters(), half())
+    store = Stashed(CastWeights(module.named_parameters(), half()))
     for is_trained in (False, True, False):
         module.weight.requires_grad_(is_trained)
         version = store.acquire()
@@ -82,7 +82,7 @@ def test_what_was_trained_and_is_frozen_again_has_its_last_values() -> None:
 
 def test_in_the_graph_gradients_come_to_the_masters() -> None:
     module = nn.Linear(2, 2)
-    store = StashedHalf(module.named_parameters(), half(is_in_graph=True))
+    store = Stashed(CastWeights(module.named_parameters(), half(is_in_graph=True)))
     for _ in range(2):  # the same version twice
         aliases = store.acquire().aliases
         F.linear(torch.ones(1, 2, dtype=BF16), aliases["weight"]).sum().backward()
@@ -90,7 +90,7 @@ def test_in_the_graph_gradients_come_to_the_masters() -> None:
 
 
 def test_nothing_is_held_while_nobody_computes() -> None:
-    store = StashedHalf(nn.Linear(2, 2).named_parameters(), half())
+    store = Stashed(CastWeights(nn.Linear(2, 2).named_parameters(), half()))
     version = store.acquire()
     alive = weakref.ref(version)
     store.release(version)
@@ -102,7 +102,7 @@ def test_nothing_is_held_while_nobody_computes() -> None:
 
 def test_others_may_write_to_the_masters_where_nothing_is_in_flight() -> None:
     module = nn.Linear(2, 2)
-    store = StashedHalf(module.named_parameters(), half())
+    store = Stashed(CastWeights(module.named_parameters(), half()))
     store.release(store.acquire())
     module.weight.data.fill_(3.0)
     assert bool((store.look().aliases["weight"] == 3.0).all())
@@ -113,7 +113,7 @@ def test_others_may_write_to_the_masters_where_nothing_is_in_flight() -> None:
 def test_frozen_weights_are_cast_once() -> None:
     module = nn.Linear(2, 2)
     module.weight.requires_grad_(False)
-    store = StashedHalf(module.named_parameters(), half())
+    store = Stashed(CastWeights(module.named_parameters(), half()))
     first = store.acquire()
     store.before_step()
     second = store.acquire()

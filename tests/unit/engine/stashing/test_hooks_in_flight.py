@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.registry import PipelineShape
-from lightning_dist.engine.stashing.half_versions import HalfWeights, StashedHalf
+from lightning_dist.engine.stashing.half_versions import CastWeights, HalfWeights
 from lightning_dist.engine.stashing.prediction import Predicted
-from lightning_dist.engine.stashing.versions import Stashed, WeightPolicy
+from lightning_dist.engine.stashing.versions import ComputeWeights, Stashed, WeightPolicy
 from tests.helpers.processes.threads import run_ranks
 
 NUM_STAGES = 3
@@ -138,15 +138,19 @@ def test_hooks_may_write_while_the_pipeline_fills(schedule: str) -> None:
     assert_equal(found, expected)
 
 
-def half_of(parameters: Any) -> WeightPolicy:
-    return StashedHalf(parameters, HalfWeights(lambda _: torch.bfloat16))
+def stashed_of(parameters: Any) -> WeightPolicy:
+    return Stashed(ComputeWeights(parameters))
 
 
-@pytest.mark.parametrize(
-    "policy_of",
-    [Stashed, half_of, lambda named: Predicted(named, lambda _: {})],
-    ids=["stashed", "half", "predicted"],
-)
+def half_of(parameters: Any, max_age: int = 0) -> WeightPolicy:
+    return Stashed(CastWeights(parameters, HalfWeights(lambda _: torch.bfloat16)), max_age)
+
+
+def predicted_of(parameters: Any) -> WeightPolicy:
+    return Predicted(ComputeWeights(parameters), lambda _: {})
+
+
+@pytest.mark.parametrize("policy_of", [stashed_of, half_of, predicted_of])
 def test_a_version_in_flight_stays_and_the_next_sees_the_write(
     policy_of: Callable[[Any], WeightPolicy],
 ) -> None:
@@ -175,4 +179,15 @@ def test_casts_follow_a_frozen_weight_that_an_update_still_reaches() -> None:
     weight.grad = torch.ones(3)
     policy.before_step()
     weight.data.mul_(2.0)  # as the optimizer does
+    assert policy.acquire().aliases["weight"].tolist() == [2.0] * 3
+
+
+def test_casts_of_a_drain_under_vertical_sync_follow_it_too() -> None:
+    weight = nn.Parameter(torch.ones(3), requires_grad=False)
+    policy = half_of([("weight", weight)], max_age=1)
+    weight.grad = torch.ones(3)
+    policy.before_step()  # no forward since the last update, so the version is cast here
+    weight.data.mul_(2.0)  # as the optimizer does
+    weight.grad = None
+    policy.before_step()
     assert policy.acquire().aliases["weight"].tolist() == [2.0] * 3

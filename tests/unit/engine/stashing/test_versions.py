@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dist.engine.stashing.versions import Stashed
+from lightning_dist.engine.stashing.policy import Newest
+from lightning_dist.engine.stashing.versions import ComputeWeights, Stashed
 
 
-def store_of(module: nn.Module) -> Stashed:
-    return Stashed(module.named_parameters())
+def store_of(module: nn.Module, max_age: int = 0) -> Stashed:
+    return Stashed(ComputeWeights(module.named_parameters()), max_age)
 
 
 def num_live_versions(store: Stashed) -> int:
@@ -59,7 +60,7 @@ def test_users_of_one_version_share_it() -> None:
 def test_what_is_unfrozen_is_trained_from_the_next_forward_on(max_age: int) -> None:
     module = nn.Linear(2, 2)
     module.weight.requires_grad_(False)
-    store = Stashed(module.named_parameters(), max_age)
+    store = store_of(module, max_age)
     before = store.acquire()
     if max_age:
         store.before_step()  # the next forward takes the same version
@@ -79,7 +80,7 @@ def test_what_is_unfrozen_is_trained_from_the_next_forward_on(max_age: int) -> N
 
 def test_forwards_stay_behind_by_some_steps() -> None:
     module = nn.Linear(2, 2)
-    store = Stashed(module.named_parameters(), max_age=2)
+    store = store_of(module, max_age=2)
     seen, held = [], []
     for step in range(5):
         module.weight.data.fill_(float(step))
@@ -98,7 +99,7 @@ def test_forwards_stay_behind_by_some_steps() -> None:
 
 def test_a_version_in_use_outlives_its_age() -> None:
     module = nn.Linear(2, 2)
-    store = Stashed(module.named_parameters(), max_age=1)
+    store = store_of(module, max_age=1)
     first = store.acquire()
     for _ in range(3):
         store.before_step()
@@ -113,7 +114,7 @@ def test_a_version_in_use_outlives_its_age() -> None:
 def test_trained_weights_alone_are_copied_to_be_remembered() -> None:
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
-    store = Stashed(module.named_parameters(), recomputes=True, remembers=True)
+    store = Newest(ComputeWeights(module.named_parameters()), remembers=True)
     before, seen = module.weight.detach().clone(), store.acquire().seen
     assert seen["bias"].data_ptr() == module.bias.data_ptr()
     module.weight.data.add_(1.0)
