@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dist.engine.comms.connect import connect_in_memory
 from lightning_dist.engine.comms.links import Links
-from lightning_dist.engine.pipeline.connect import connect_in_memory
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions

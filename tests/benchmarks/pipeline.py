@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.pipeline.connect import connect
+from lightning_dist.engine.comms.connect import connect
 from lightning_dist.engine.pipeline.measurements import Measurements
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, PipelineShape, find_family

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.pipeline.connect import connect
+from lightning_dist.engine.comms.connect import connect
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.schedules.registry import PipelineShape, find_family

@@ -6,22 +6,28 @@ each once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from typing_extensions import override
 
 from lightning_dist.engine.comms.channel import Receiver, Sender
 
+Key = TypeVar("Key")
 
-class _Ends:
+
+class ChannelSet(ABC):
     """Closes and interrupts the ends of channels; several uses may share an end."""
 
+    @abstractmethod
     def senders(self) -> Iterable[Sender]:
-        raise NotImplementedError
+        """Returns the ends out of this process."""
 
+    @abstractmethod
     def receivers(self) -> Iterable[Receiver]:
-        raise NotImplementedError
+        """Returns the ends into this process."""
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in each waiting or later receive."""
@@ -37,7 +43,7 @@ class _Ends:
 
 
 @dataclass(frozen=True)
-class Links(_Ends):
+class Links(ChannelSet):
     """The channels of one rank to its neighbours, by this rank's stage; stages may share one."""
 
     activations_in: dict[int, Receiver] = field(default_factory=dict)
@@ -55,11 +61,11 @@ class Links(_Ends):
 
 
 @dataclass(frozen=True)
-class PeerLinks(_Ends):
-    """The channels to ranks that hold the same parameters, or exchange layers, by rank."""
+class ChannelEnds(ChannelSet, Generic[Key]):
+    """The ends of channels by what names them: the other rank, say."""
 
-    outgoing: Mapping[int, Sender] = field(default_factory=dict)
-    incoming: Mapping[int, Receiver] = field(default_factory=dict)
+    outgoing: dict[Key, Sender] = field(default_factory=dict)
+    incoming: dict[Key, Receiver] = field(default_factory=dict)
 
     @override
     def senders(self) -> Iterable[Sender]:

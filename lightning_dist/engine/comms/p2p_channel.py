@@ -225,9 +225,6 @@ class P2PGroups:
         self._device = device
         self._timeout_seconds = timeout_seconds
         self.groups: list[dist.ProcessGroup] = []  # those of this rank
-        # This rank's pipeline, and its place there.
-        (self.ranks,) = [ranks for ranks in pipelines if dist.get_rank() in ranks]
-        self.place = self.ranks.index(dist.get_rank())
 
     def open(self, ends: Mapping[GroupKey, tuple[int, int]]) -> dict[GroupKey, dist.ProcessGroup]:
         """Opens communicators from place to place of each pipeline, and returns this rank's.
@@ -247,11 +244,3 @@ class P2PGroups:
                     found[key] = group
         self.groups += found.values()
         return found
-
-    def sender(self, group: dist.ProcessGroup, peer: int, control: Sender, **how: bool) -> Sender:
-        """Returns the sending end of a communicator; see :class:`.P2PSender`."""
-        return P2PSender(group, peer, self._device, control, **how)
-
-    def receiver(self, group: dist.ProcessGroup, peer: int, control: Receiver) -> Receiver:
-        """Returns the receiving end of a communicator; see :class:`.P2PReceiver`."""
-        return P2PReceiver(group, peer, self._device, self._timeout_seconds, control)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.comms.links import PeerLinks
+from lightning_dist.engine.comms.links import ChannelEnds
 from lightning_dist.engine.pipeline.gradients import EarlierGradients
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.dtensor import from_shard, local_part
@@ -42,7 +42,7 @@ class TiedSums:
         ties: Sequence[Tie],
         rank_of_stage: Sequence[int],
         rank: int,
-        links: PeerLinks,
+        links: ChannelEnds[int],
         change: Callable[[str, Tensor], Tensor | None] = lambda _, gradient: gradient,
     ) -> None:
         self._change = change

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dist.engine.pipeline.connect import Channels, connect
+from lightning_dist.engine.comms.connect import Channels, connect
 from lightning_dist.engine.pipeline.gradients import HeldGradients, ReplicaWeights
 from lightning_dist.engine.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions

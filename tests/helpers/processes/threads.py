@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.comms.channel import MemoryChannel
+from lightning_dist.engine.comms.connect import connect_in_memory
 from lightning_dist.engine.comms.links import Links
-from lightning_dist.engine.pipeline.connect import connect_in_memory
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.schedules.registry import PipelineShape

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dist.engine.comms.connect import connect
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.comms.p2p_channel import P2PReceiver, P2PSender, connect_ends
-from lightning_dist.engine.pipeline.connect import connect
 from tests.helpers.processes.workers import WorkerPool
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.engine.comms.channel import ChannelClosedError, TensorInfo
+from lightning_dist.engine.comms.connect import connect
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
-from lightning_dist.engine.pipeline.connect import connect
 from tests.helpers.processes.workers import WorkerPool
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
-from lightning_dist.engine.comms.links import PeerLinks
+from lightning_dist.engine.comms.links import ChannelEnds
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.partition import Move, find_moves, layers_of_stages
 from lightning_dist.engine.splitting.cut import recut, structure_of
@@ -149,7 +149,7 @@ class LayerExchange:
         self._groups = groups
         self._device = device
         self._timeout_seconds = timeout_seconds
-        self._links = PeerLinks()
+        self._links = ChannelEnds()
         self._interruption: BaseException | None = None
 
     def run(
@@ -198,10 +198,10 @@ class LayerExchange:
             pipeline.stages.repartition(after)
             on_moved()
         self._links.close()
-        self._links = PeerLinks()
+        self._links = ChannelEnds()
         return moves
 
-    def _connect(self, targets: Sequence[int], sources: Sequence[int]) -> PeerLinks:
+    def _connect(self, targets: Sequence[int], sources: Sequence[int]) -> ChannelEnds[int]:
         """Opens this rank's channels. Collective: every rank of the pipeline must call it."""
         rank = self._ranks.index(dist.get_rank())
         later, earlier = self._groups
@@ -218,7 +218,7 @@ class LayerExchange:
             )
             for peer in sources
         }
-        return PeerLinks(outgoing, incoming)
+        return ChannelEnds(outgoing, incoming)
 
     def interrupt(self, error: BaseException) -> None:
         """Raises an error in this rank's present or next wait for a layer."""

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.common.device_mesh import axis, build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.comms.links import PeerLinks
+from lightning_dist.engine.comms.links import ChannelEnds
 from lightning_dist.engine.data_parallel.replicas import average, average_gradients
 from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
 from lightning_dist.engine.pipeline.microbatch import Microbatch
@@ -228,7 +228,7 @@ class DryStep:
         if replicas is not None:
             average_gradients(self.composed.module.parameters(), replicas)
         gradients = pipeline.stages.named_parameters()
-        tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, PeerLinks())
+        tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, ChannelEnds())
         for names in tied.sent.values():
             copies = [gradients[name].grad for name in names]
             note(sum(local_part(copy).nbytes for copy in copies if copy is not None))

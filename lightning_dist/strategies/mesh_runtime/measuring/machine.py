@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from typing_extensions import override
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.pipeline.connect import connect
+from lightning_dist.engine.comms.connect import connect
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.collectives import ring
 from lightning_dist.engine.planning.links import Link, LinksByKind, fit_link

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.comms.connect import connect
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
 from lightning_dist.engine.comms.links import Links
-from lightning_dist.engine.pipeline.connect import connect
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.schedules.registry import PipelineShape

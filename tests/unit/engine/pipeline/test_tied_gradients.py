@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.comms.channel import MemoryChannel
-from lightning_dist.engine.comms.links import PeerLinks
+from lightning_dist.engine.comms.links import ChannelEnds
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.splitting.ties import Tie
 
@@ -33,7 +33,7 @@ def ranks_of(
             ties,
             rank_of_stage,
             rank,
-            PeerLinks(
+            ChannelEnds(
                 {peer: channels[rank, peer] for peer in range(num_ranks)},
                 {peer: channels[peer, rank] for peer in range(num_ranks)},
             ),

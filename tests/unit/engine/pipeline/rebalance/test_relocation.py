@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import name_groups, regroup
-from lightning_dist.engine.comms.links import PeerLinks
+from lightning_dist.engine.comms.links import ChannelEnds
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.rebalance.relocation import LayerExchange
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
@@ -49,8 +49,8 @@ class Exchange(LayerExchange):
         self._rank, self._channels = rank, channels
 
     @override
-    def _connect(self, targets: Sequence[int], sources: Sequence[int]) -> PeerLinks:
-        return PeerLinks(
+    def _connect(self, targets: Sequence[int], sources: Sequence[int]) -> ChannelEnds[int]:
+        return ChannelEnds(
             {peer: self._channels[self._rank, peer] for peer in targets},
             {peer: self._channels[peer, self._rank] for peer in sources},
         )

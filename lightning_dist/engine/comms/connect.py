@@ -13,25 +13,26 @@ Gloo carries the schemas only.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from threading import Thread
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import NEVER
 from lightning_dist.engine.comms.channel import MemoryChannel, Receiver, Sender
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
-from lightning_dist.engine.comms.links import Links, PeerLinks
-from lightning_dist.engine.comms.p2p_channel import GroupKey, P2PGroups
+from lightning_dist.engine.comms.links import ChannelEnds, ChannelSet, Links
+from lightning_dist.engine.comms.p2p_channel import GroupKey, P2PGroups, P2PReceiver, P2PSender
 
 
-@dataclass(frozen=True, slots=True)
-class Channels:
+@dataclass(frozen=True)
+class Channels(ChannelSet):
     """All channels of one rank.
 
     Attributes:
@@ -48,28 +49,20 @@ class Channels:
     results_in: Receiver | None
     groups: list[dist.ProcessGroup]
     p2p_groups: list[dist.ProcessGroup]
-    ties: PeerLinks
+    ties: ChannelEnds[int]
 
-    def interrupt(self, error: BaseException) -> None:
-        """Raises an error in each waiting or later receive."""
-        self.links.interrupt(error)
-        self.ties.interrupt(error)
-        if self.results_in is not None:
-            self.results_in.interrupt(error)
+    @override
+    def senders(self) -> Iterable[Sender]:
+        return (*self.results_out, *self.ties.senders(), *self.links.senders())
 
+    @override
+    def receivers(self) -> Iterable[Receiver]:
+        results = () if self.results_in is None else (self.results_in,)
+        return (*self.links.receivers(), *results, *self.ties.receivers())
+
+    @override
     def close(self, *, failed: bool = False) -> None:
-        """Closes all channels. Collective: every rank of the pipeline must call it.
-
-        Args:
-            failed: Whether the run has failed, so that messages may not have come.
-        """
-        for sender in (*self.results_out, *self.ties.senders()):
-            sender.close(failed=failed)
-        self.links.close(failed=failed)
-        if self.results_in is not None:
-            self.results_in.close(failed=failed)
-        for receiver in self.ties.receivers():
-            receiver.close(failed=failed)
+        super().close(failed=failed)
         if failed:  # a message that never comes may be under way, for which NCCL would wait
             never_destroy(self.p2p_groups)
             self.p2p_groups.clear()
@@ -126,25 +119,15 @@ def connect(
         p2p_backend: Backend that sends the device's tensors point to point; None packs them in host
             memory, for gloo.
     """
-    rank = dist.get_rank()
     pairs = _pairs(holders)
-    own: list[dist.ProcessGroup] = []
-    ranks: Sequence[int] = ()
-    for candidates in pipelines:
-        groups = [
-            # A receive is posted all the time, also while nothing is sent for hours.
-            dist.new_group(list(candidates), backend="gloo", timeout=NEVER)
-            for _ in range(5 if pairs else 3)
-        ]
-        if rank in candidates:
-            own, ranks = groups, candidates
+    ranks, groups = _open_groups(pipelines, 5 if pairs else 3)
     places = range(len(ranks)) if rank_of_stage is None else rank_of_stage
     p2p = None
     if p2p_backend is not None:
         p2p = P2PGroups(pipelines, p2p_backend, device, timeout_seconds)
     opener = _Opener(ranks, device, timeout_seconds, p2p)
 
-    activations, gradients, of_results, *of_ties = own
+    activations, gradients, of_results, *of_ties = groups
     crossings = [(s, s + 1) for s, (a, b) in enumerate(pairwise(places)) if a != b]
     down = {(s, t): (places[s], places[t]) for s, t in crossings}
     up = {(t, s): (places[t], places[s]) for s, t in crossings}
@@ -152,27 +135,46 @@ def connect(
     stages_down = opener.open(activations, down, copies_leaves=True)
     stages_up = opener.open(gradients, up)
     results = opener.open(of_results, from_last, copies_leaves=True)
-    ties = _Ends()
-    for group, directed in zip(of_ties, (pairs, [(t, s) for s, t in pairs]), strict=False):
-        ties.add(opener.open(group, {pair: pair for pair in directed}))
-    stages_down.add(stages_up)
+    directions = (pairs, [(t, s) for s, t in pairs])
+    ties = [
+        opener.open(group, {pair: pair for pair in directed})
+        for group, directed in zip(of_ties, directions, strict=False)
+    ]
+    senders = stages_down.outgoing | stages_up.outgoing
+    receivers = stages_down.incoming | stages_up.incoming
     links = wire(
         [ranks[place] for place in places],
-        rank,
-        lambda source, target: stages_down.senders[source, target],
-        lambda source, target: stages_down.receivers[source, target],
+        dist.get_rank(),
+        lambda source, target: senders[source, target],
+        lambda source, target: receivers[source, target],
     )
     return Channels(
         links=links,
-        results_out=tuple(results.senders.values()),
-        results_in=next(iter(results.receivers.values()), None),
-        groups=own,
+        results_out=tuple(results.outgoing.values()),
+        results_in=next(iter(results.incoming.values()), None),
+        groups=groups,
         p2p_groups=[] if p2p is None else p2p.groups,
-        ties=PeerLinks(
-            {peer: sender for (_, peer), sender in ties.senders.items()},
-            {peer: receiver for (peer, _), receiver in ties.receivers.items()},
+        ties=ChannelEnds(
+            {peer: end for ends in ties for (_, peer), end in ends.outgoing.items()},
+            {peer: end for ends in ties for (peer, _), end in ends.incoming.items()},
         ),
     )
+
+
+def _open_groups(
+    pipelines: Sequence[Sequence[int]], count: int
+) -> tuple[Sequence[int], list[dist.ProcessGroup]]:
+    """Opens gloo groups of each pipeline; returns the ranks of this rank's one, and its groups."""
+    found: tuple[Sequence[int], list[dist.ProcessGroup]] = (), []
+    for ranks in pipelines:
+        groups = [
+            # A receive is posted all the time, also while nothing is sent for hours.
+            dist.new_group(list(ranks), backend="gloo", timeout=NEVER)
+            for _ in range(count)
+        ]
+        if dist.get_rank() in ranks:
+            found = ranks, groups
+    return found
 
 
 def _destroy(groups: list[dist.ProcessGroup]) -> None:
@@ -211,18 +213,6 @@ def _pairs(holders: Collection[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ends:
-    """This rank's ends of channels, by two numbers that name the direction: stages, or places."""
-
-    senders: dict[GroupKey, Sender] = field(default_factory=dict)
-    receivers: dict[GroupKey, Receiver] = field(default_factory=dict)
-
-    def add(self, others: _Ends) -> None:
-        self.senders.update(others.senders)
-        self.receivers.update(others.receivers)
-
-
-@dataclass(frozen=True, slots=True)
 class _Opener:
     """Opens this rank's channels to and from other ranks of its pipeline."""
 
@@ -237,7 +227,7 @@ class _Opener:
         places: Mapping[GroupKey, tuple[int, int]],
         *,
         copies_leaves: bool = False,
-    ) -> _Ends:
+    ) -> ChannelEnds[GroupKey]:
         """Opens channels over one gloo group, in which two ranks have one for each direction.
 
         Args:
@@ -254,19 +244,19 @@ class _Opener:
         def receiver(peer: int) -> Receiver:
             return DistributedReceiver(group, peer, self.device, self.timeout_seconds)
 
-        p2p, own, ends = self.p2p, self.ranks.index(dist.get_rank()), _Ends()
-        over = {} if p2p is None else p2p.open(places)
+        own, ends = self.ranks.index(dist.get_rank()), ChannelEnds[GroupKey]()
+        p2p = {} if self.p2p is None else self.p2p.open(places)
         for key, (source, target) in places.items():
             if source == own:
                 peer = self.ranks[target]
                 out = sender(peer)
-                if p2p is not None:
-                    out = p2p.sender(over[key], peer, out, copies_leaves=copies_leaves)
-                ends.senders[key] = out
+                if key in p2p:
+                    out = P2PSender(p2p[key], peer, self.device, out, copies_leaves=copies_leaves)
+                ends.outgoing[key] = out
             elif target == own:
                 peer = self.ranks[source]
                 into = receiver(peer)
-                if p2p is not None:
-                    into = p2p.receiver(over[key], peer, into)
-                ends.receivers[key] = into
+                if key in p2p:
+                    into = P2PReceiver(p2p[key], peer, self.device, self.timeout_seconds, into)
+                ends.incoming[key] = into
         return ends
