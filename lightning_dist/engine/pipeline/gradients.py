@@ -12,14 +12,11 @@ of the one that the next stage has sent. An addition to the one would change the
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensors.dtensor import local_part
@@ -168,7 +165,7 @@ class HeldGradients:
             dtype = self._dtype or gradient.dtype
             # The gradient is a new sum already where one of both is sparse, the other is not.
             if name in held and earlier is None:
-                held[name] = _add(gradient, held[name])
+                held[name] = add_gradient(gradient, held[name])
             elif is_shared or not (gradient.is_sparse or gradient.stride() == parameter.stride()):
                 held[name] = torch.empty_like(parameter, dtype=dtype).copy_(gradient).detach()
             else:
@@ -192,168 +189,8 @@ def _in_leaves(
             leaf.grad = gradient
 
 
-def _add(gradient: Tensor, total: Tensor) -> Tensor:
+def add_gradient(gradient: Tensor, total: Tensor) -> Tensor:
+    """Adds a gradient to a total, in place where torch can; returns the sum."""
     if total.is_sparse and not gradient.is_sparse:  # torch adds in the other order only
         return gradient.to(total.dtype).add(total)
     return total.add_(gradient)
-
-
-class EarlierGradients:
-    """Sets apart what an earlier update has left in ``p.grad``, while new gradients are summed.
-
-    What comes of a batch may have to be divided, by the weights of its losses, or summed over the
-    copies of a parameter. That must not happen to what the user keeps of earlier updates a second
-    time. Where gradients are cleared after each update, there is nothing to set apart.
-    """
-
-    def __init__(self) -> None:
-        self._earlier: dict[nn.Parameter, Tensor] = {}
-        self._incomplete: set[nn.Parameter] = set()
-
-    def set_apart(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes it away, before a batch's gradients are installed."""
-        for parameter in parameters:
-            if parameter.grad is None:
-                self._earlier.pop(parameter, None)  # the user has cleared it between two batches
-            elif parameter not in self._incomplete:
-                self._earlier[parameter], parameter.grad = parameter.grad, None
-
-    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gives back what a batch added nothing to, if more batches follow before the update."""
-        self._incomplete = {p for p in parameters if p.grad is not None}
-        for parameter in self._earlier.keys() - self._incomplete:
-            parameter.grad = self._earlier.pop(parameter)
-
-    @torch.no_grad()
-    def add(self) -> None:
-        """Adds the new, complete gradients to it, into the earlier tensors, as autograd does."""
-        for parameter, earlier in self._earlier.items():
-            new = parameter.grad
-            parameter.grad = earlier if new is None else _add(new, earlier)
-        self._earlier, self._incomplete = {}, set()
-
-
-AverageWeight = Callable[[float | None], float | None]
-"""Takes the weight of an update's losses on this replica, None if the samples count; returns the
-average over the replicas."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeighedGradients:
-    """The message from a stage to the stage before."""
-
-    gradients: list[Tensor | None]  # one for each received tensor that requires grad
-    weight: Tensor | None = None  # of the loss, zero-dim and float64; None if the samples count
-
-
-class LossWeights:
-    """Sums the weights of losses, and divides gradients by the sum.
-
-    Args:
-        average: Averages a weight over the data replicas, whose gradients are averaged too.
-    """
-
-    def __init__(self, average: AverageWeight) -> None:
-        self._average = average
-        self._by_update: dict[int, dict[int, float]] = {}
-        self._collected: list[float] = []
-        self._is_given: bool | None = None
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the losses have weights."""
-        return self._is_given is True
-
-    def note(self, update: int, index: int, weight: Tensor | float | None) -> None:
-        """Remembers the weight of a micro-batch's loss for an update; None if the samples count.
-
-        Each stage of a rank may call it.
-
-        Raises:
-            ValueError: Other micro-batches have a weight and this one has none, or vice versa.
-        """
-        is_given = weight is not None
-        if self._is_given not in (None, is_given):
-            raise mixed_weights()
-        self._is_given = is_given
-        if weight is not None:
-            self._by_update.setdefault(update, {})[index] = float(weight)
-
-    def collect(self, update: int) -> None:
-        """Adds an update's weights to those that :meth:`divide` divides by; no more will come."""
-        self._collected += self._by_update.pop(update, {}).values()
-
-    @contextmanager
-    def as_mean(self, parameter: nn.Parameter, gradient: Tensor) -> Iterator[None]:
-        """Wraps hooks, which see the mean over the collected weights in place of the sum.
-
-        The parameter's ``grad`` is a sum before and after; the gradient to add is divided in place.
-        """
-        total = self._own_sum()
-        if not total:
-            yield
-            return
-        for summed in (gradient, parameter.grad):
-            if summed is not None:
-                summed.div_(total)
-        yield
-        if parameter.grad is not None:
-            parameter.grad.mul_(total)
-
-    def divide(self, gradients: Iterable[Tensor]) -> None:
-        """Divides complete gradients in place by the sum of the weights, and collects anew."""
-        own, self._collected = self._own_sum(), []
-        total = self._average(own)
-        if total:
-            for gradient in gradients:
-                gradient.div_(total)
-
-    def _own_sum(self) -> float | None:
-        # An exact sum, so that it does not depend on the order in which the weights came.
-        return math.fsum(self._collected) if self._is_given else None
-
-    def clear(self) -> None:
-        """Forgets all weights, after a failure."""
-        self._by_update.clear()
-        self._collected = []
-
-
-def mixed_weights() -> ValueError:
-    """Creates the error that some losses have a weight and others have none."""
-    return ValueError(
-        "Some training steps returned a 'weight' beside their loss and others did not, so what they"
-        " weigh together is unknown. Return it for each batch, on each rank:"
-        " {'loss': loss, 'weight': n}, with the number n that the loss is a mean over; or never."
-    )
-
-
-class ReplicaWeights:
-    """Averages weights over the replicas, and checks that all replicas have a weight or none has.
-
-    A replica that has begun without weights goes on without weights (otherwise its last stage
-    raises). So if the samples count, the replicas communicate only once.
-
-    Args:
-        group: The group of the replicas; takes CPU tensors.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._size = dist.get_world_size(group)
-        self._have_none = False
-
-    def average(self, weight: float | None) -> float | None:
-        """Averages the weights of the replicas' shares. Collective: for each update.
-
-        Raises:
-            ValueError: Some replicas have a weight and others have none.
-        """
-        if self._size == 1 or (weight is None and self._have_none):
-            return weight
-        summed = torch.tensor([weight or 0.0, float(weight is not None)], dtype=torch.float64)
-        dist.all_reduce(summed, group=self._group)
-        total, given = summed.tolist()
-        if given not in (0.0, float(self._size)):
-            raise mixed_weights()
-        self._have_none = given == 0.0
-        return total / self._size if given else None

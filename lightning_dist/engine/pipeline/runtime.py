@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_dist.engine.comms.channel import TensorInfo
 from lightning_dist.engine.comms.links import Links
-from lightning_dist.engine.pipeline.gradients import LossWeights, WeighedGradients
+from lightning_dist.engine.pipeline.loss_weights import LossWeights
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.stage import Stage, Step
 from lightning_dist.engine.pipeline.step_checks import compares_samples, warn_of_comparison
@@ -32,7 +33,6 @@ Place = tuple[int, int]
 """A stage and a micro-batch."""
 
 _MOST_STAGES = 1 << 20
-
 
 Handler = Callable[[Place, "Work | None"], None]
 
@@ -75,6 +75,14 @@ class Work:
             return None
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         return (self.partition, torch.is_grad_enabled(), *shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class WeighedGradients:
+    """The message from a stage to the stage before."""
+
+    gradients: list[Tensor | None]  # one for each received tensor that requires grad
+    weight: Tensor | None = None  # of the loss, zero-dim and float64; None if the samples count
 
 
 class Runtime:

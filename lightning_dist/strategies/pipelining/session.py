@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist.engine.comms.connect import Channels, connect
-from lightning_dist.engine.pipeline.gradients import HeldGradients, ReplicaWeights
+from lightning_dist.engine.pipeline.gradients import HeldGradients
+from lightning_dist.engine.pipeline.loss_weights import ReplicaWeights
 from lightning_dist.engine.pipeline.pipeline import OnComplete, Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums

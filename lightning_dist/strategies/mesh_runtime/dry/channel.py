@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.comms.connect import wire
 from lightning_dist.engine.comms.links import Links
-from lightning_dist.engine.pipeline.gradients import WeighedGradients
+from lightning_dist.engine.pipeline.runtime import WeighedGradients
 from lightning_dist.engine.tensors.tree import flatten, unflatten
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.comms.channel import MemoryChannel
-from lightning_dist.engine.pipeline.gradients import WeighedGradients
+from lightning_dist.engine.pipeline.runtime import WeighedGradients
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.rounds import Rounds
 from lightning_dist.engine.tensors.tree import flatten

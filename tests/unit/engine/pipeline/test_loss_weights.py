@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.gradients import LossWeights
+from lightning_dist.engine.pipeline.loss_weights import LossWeights
 from lightning_dist.engine.pipeline.microbatch import Loss, weight_of
 from tests.helpers.networks.models import make_optimizer
 from tests.helpers.oracle import train_late
