@@ -63,7 +63,7 @@ class ForwardInterceptor:
 
     def __init__(self, found: Layers, outside: Callable[..., Any] | None) -> None:
         module, self._compiler = found.module, found.compiler
-        self._found = found
+        self.found = found
         self._outside = outside
         self._own_forward: Callable[..., Any] = module.forward
         self._layers: Callable[..., Any] | None = None
@@ -87,7 +87,7 @@ class ForwardInterceptor:
         self._layers, self._leaves, self._outputs = layers, leaves, []
         result = None
         try:
-            with self._found.in_step():
+            with self.found.in_step():
                 result = step()
         except StopForward:
             pass
@@ -122,12 +122,28 @@ class ForwardInterceptor:
         return self._outputs[0]
 
 
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """A stage's place in the pipeline and among its data replicas."""
+
+    index: int  # of the stage
+    num_stages: int
+    seed: tuple[int, int]  # of all random numbers, and index of the data replica
+    device: torch.device
+    shares_batch: bool  # with a later stage of the rank, which runs the step on it too
+
+
 class Stage:
     """The layers of one stage, and the micro-batches in flight on it.
 
-    ``layers`` runs the stage's part of ``found``, the layers of all stages; ``interceptor`` lets it
-    do so in the user's step. Data replicas differ in the second integer of ``seed`` only.
-    ``shares_batch`` says whether a later stage of this rank runs the step on the same micro-batch.
+    Args:
+        place: Where the stage is.
+        layers: Runs the stage's layers.
+        interceptor: Lets the layers run in the user's step.
+        calls: Notes with what the step calls the pipelined module.
+        policy: Chooses the weights of micro-batches.
+        gradients: Holds the parameters' gradients.
+        meter: Measures the staleness of updates.
 
     Attributes:
         in_flight: The micro-batches with their forward done and their backward not, by index.
@@ -136,33 +152,26 @@ class Stage:
 
     def __init__(
         self,
-        *,
-        stage_index: int,
-        num_stages: int,
-        seed: tuple[int, int],
-        device: torch.device,
+        place: StagePlace,
         layers: nn.Module,
         interceptor: ForwardInterceptor | StepInterceptor,
-        found: Layers,
+        calls: ModuleCalls,
+        *,
         policy: WeightPolicy,
         gradients: HeldGradients,
         meter: StalenessMeter,
-        calls: ModuleCalls,
-        shares_batch: bool,
     ) -> None:
         self.layers = layers
-        self._swapped = SwappedWeights(layers, found.users_module)
-        self.is_first, self.is_last = stage_index == 0, stage_index == num_stages - 1
+        self._place = place
+        self.is_first, self.is_last = place.index == 0, place.index == place.num_stages - 1
+        self._interceptor = interceptor
+        self._found = interceptor.found
+        self._calls = calls
+        self._swapped = SwappedWeights(layers, self._found.users_module)
         self.policy = policy
         self.gradients = gradients
         self.meter = meter
         self.report: UpdateReport | None = None
-        self._stage_index = stage_index
-        self._interceptor = interceptor
-        self._found = found
-        self._seed, self._device = seed, device
-        self._calls = calls
-        self._shares_batch = shares_batch
         self.in_flight: dict[int, InFlight] = {}
         self._split_backwards: dict[int, SplitBackward] = {}
         self.compares_samples: bool | None = None
@@ -208,7 +217,7 @@ class Stage:
         # Asked here: the user's step may switch gradients off or on around the pipelined module.
         has_backward = torch.is_grad_enabled()
         weights = self.policy.acquire() if has_backward else self.policy.look()
-        name = (*self._seed, *seed)
+        name = (*self._place.seed, *seed)
         layer_input = output = None
 
         def layers(*arguments: Any, **keywords: Any) -> Any:
@@ -222,19 +231,19 @@ class Stage:
             with warn_of_time_first(self.layers, size) if looks and is_cut else nullcontext():
                 output = self._run_layers(given, name)
             if looks and not self.is_last:
-                check_no_side_losses(self.layers, self._stage_index, output)
+                check_no_side_losses(self.layers, self._place.index, output)
             self._has_looked |= has_backward
             output = map_tensors(_cut_from_graph, output) if self._recomputes else output
             return output
 
         def in_step() -> Any:
             # The step may take something out of the batch, or write into its tensors.
-            own = microbatch.copied() if self._shares_batch else microbatch
+            own = microbatch.copied() if self._place.shares_batch else microbatch
             own_step = partial(step, own)
             return self._interceptor.run(own_step, layers, leaves=not self.is_last)
 
         seed_python(*name)
-        with seeded(*name, device=self._device):
+        with seeded(*name, device=self._place.device):
             result = self._swapped.run(weights, in_step)
         if has_backward:
             if self._recomputes:  # the backward uses other weights, so these need not stay
@@ -318,7 +327,7 @@ class Stage:
         return self.policy.recomputes and not self.is_last
 
     def _run_layers(self, value: Any, seed: tuple[int, ...]) -> Any:
-        with seeded(*seed, self._stage_index, device=self._device):
+        with seeded(*seed, self._place.index, device=self._place.device):
             return self._found.run(self.layers, map_tensors(_behind_leaf, value))
 
     def _roots(

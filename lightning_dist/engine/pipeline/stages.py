@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
-from lightning_dist.engine.pipeline.stage import ForwardInterceptor, Stage
+from lightning_dist.engine.pipeline.stage import ForwardInterceptor, Stage, StagePlace
 from lightning_dist.engine.pipeline.step_checks import ModuleCalls
 from lightning_dist.engine.planning.partition import stage_of_layers
 from lightning_dist.engine.profiling.meters.recorder import Recorder
@@ -191,7 +191,7 @@ class OwnStages(Mapping[int, Stage]):
 
     def _make_interceptor(self) -> ForwardInterceptor | StepInterceptor:
         if isinstance(self.found, WholeStep):
-            return StepInterceptor()
+            return StepInterceptor(self.found)
         outside = None if self.shape.num_stages == 1 else self._run_outside
         return ForwardInterceptor(self.found, outside)
 
@@ -213,40 +213,52 @@ class OwnStages(Mapping[int, Stage]):
         shape, options = self.shape, self.options
         own = layers_of(self.found, shape.layers_per_stage, number)
         layers = own if options.layers is None else options.layers(number)
-        names = {name for name, _ in own.named_parameters()}
-        others = {name for name, _ in layers.named_parameters()} - names
-        if others:  # weights and gradients are found by their names
-            raise ValueError(
-                f"`layers` returned for stage {number} a module with a parameter {min(others)!r},"
-                " which the stage does not have. Compile it with `module.compile()`, which keeps"
-                " names, or give parameters those of the pipelined module."
-            )
+        _check_names(number, own, layers)
         gradients = options.gradients(number)
-        rule = shape.family.update_rule
-        sizes = (shape.num_ranks, shape.num_microbatches)
         measures = options.measure_discrepancy
+        weights = shape.family.update_rule.weights(
+            options.weight_versions, shape.rank, shape.num_ranks, shape.num_microbatches
+        )
         policy = choose_policy(
             own,
-            rule.weights(options.weight_versions, shape.rank, *sizes),
+            weights,
             options.predict,
             options.half,
             remembers=measures,
             microbatches_per_update=shape.num_microbatches,
             hides_hooks=not gradients.runs_hooks,
         )
-        return Stage(
-            stage_index=number,
+        place = StagePlace(
+            index=number,
             num_stages=shape.num_stages,
             seed=(options.seed, shape.replica_index),
             device=options.device,
-            layers=layers,
-            interceptor=interceptor,
-            found=self.found,
+            shares_batch=number < max(shape.stages),
+        )
+        return Stage(
+            place,
+            layers,
+            interceptor,
+            self.calls,
             policy=policy,
             gradients=gradients,
             meter=StalenessMeter(policy.release, history, measures_discrepancy=measures),
-            calls=self.calls,
-            shares_batch=number < max(shape.stages),
+        )
+
+
+def _check_names(number: int, own: nn.Module, layers: nn.Module) -> None:
+    """Checks the names of parameters, by which weights and gradients are found.
+
+    Raises:
+        ValueError: The module that runs a stage's layers has other names.
+    """
+    names = {name for name, _ in own.named_parameters()}
+    others = {name for name, _ in layers.named_parameters()} - names
+    if others:
+        raise ValueError(
+            f"`layers` returned for stage {number} a module with a parameter {min(others)!r},"
+            " which the stage does not have. Compile it with `module.compile()`, which keeps"
+            " names, or give parameters those of the pipelined module."
         )
 
 

@@ -175,6 +175,9 @@ class WholeStep(Layers):
 class StepInterceptor:
     """Takes the place of :class:`.ForwardInterceptor`, around the whole step."""
 
+    def __init__(self, found: Layers) -> None:
+        self.found = found
+
     def detach(self) -> None:
         """Does nothing: no forward has been replaced."""
 
