@@ -140,8 +140,8 @@ def connect(
         opener.open(group, {pair: pair for pair in directed})
         for group, directed in zip(of_ties, directions, strict=False)
     ]
-    senders = stages_down.outgoing | stages_up.outgoing
-    receivers = stages_down.incoming | stages_up.incoming
+    senders = {**stages_down.outgoing, **stages_up.outgoing}
+    receivers = {**stages_down.incoming, **stages_up.incoming}
     links = wire(
         [ranks[place] for place in places],
         dist.get_rank(),
@@ -244,7 +244,9 @@ class _Opener:
         def receiver(peer: int) -> Receiver:
             return DistributedReceiver(group, peer, self.device, self.timeout_seconds)
 
-        own, ends = self.ranks.index(dist.get_rank()), ChannelEnds[GroupKey]()
+        own = self.ranks.index(dist.get_rank())
+        outgoing: dict[GroupKey, Sender] = {}
+        incoming: dict[GroupKey, Receiver] = {}
         p2p = {} if self.p2p is None else self.p2p.open(places)
         for key, (source, target) in places.items():
             if source == own:
@@ -252,11 +254,11 @@ class _Opener:
                 out = sender(peer)
                 if key in p2p:
                     out = P2PSender(p2p[key], peer, self.device, out, copies_leaves=copies_leaves)
-                ends.outgoing[key] = out
+                outgoing[key] = out
             elif target == own:
                 peer = self.ranks[source]
                 into = receiver(peer)
                 if key in p2p:
                     into = P2PReceiver(p2p[key], peer, self.device, self.timeout_seconds, into)
-                ends.incoming[key] = into
-        return ends
+                incoming[key] = into
+        return ChannelEnds(outgoing, incoming)

@@ -7,7 +7,7 @@ each once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -64,8 +64,8 @@ class Links(ChannelSet):
 class ChannelEnds(ChannelSet, Generic[Key]):
     """The ends of channels by what names them: the other rank, say."""
 
-    outgoing: dict[Key, Sender] = field(default_factory=dict)
-    incoming: dict[Key, Receiver] = field(default_factory=dict)
+    outgoing: Mapping[Key, Sender] = field(default_factory=dict)
+    incoming: Mapping[Key, Receiver] = field(default_factory=dict)
 
     @override
     def senders(self) -> Iterable[Sender]:

@@ -149,7 +149,7 @@ class LayerExchange:
         self._groups = groups
         self._device = device
         self._timeout_seconds = timeout_seconds
-        self._links = ChannelEnds()
+        self._links = ChannelEnds[int]()
         self._interruption: BaseException | None = None
 
     def run(
@@ -198,7 +198,7 @@ class LayerExchange:
             pipeline.stages.repartition(after)
             on_moved()
         self._links.close()
-        self._links = ChannelEnds()
+        self._links = ChannelEnds[int]()
         return moves
 
     def _connect(self, targets: Sequence[int], sources: Sequence[int]) -> ChannelEnds[int]:
