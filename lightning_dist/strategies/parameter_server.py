@@ -29,7 +29,7 @@ from lightning_dist.engine.common.device_group import NEVER
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.table import format_count
 from lightning_dist.engine.comms.failures.peer_failure import Failure
-from lightning_dist.engine.comms.votes import JointDecision, Posted, StopAgreement
+from lightning_dist.engine.comms.votes import JointDecision, PendingSum, StopAgreement
 from lightning_dist.engine.data_parallel.server.messages import (
     Arrival,
     Compensation,
@@ -279,7 +279,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         return ServerStop(self._decisions, self.world_group)
 
     @override
-    def joint_decision(self, post: Callable[[int], Posted] | None = None) -> JointDecision:
+    def joint_decision(self, post: Callable[[int], PendingSum] | None = None) -> JointDecision:
         if self._shares_steps:
             return super().joint_decision(post)
         is_any = partial(self.reduce_boolean_decision, all=False)

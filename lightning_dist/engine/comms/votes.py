@@ -30,7 +30,7 @@ class StopReason(IntEnum):
     REQUEUE = 3  # SLURM will end the job soon, and can requeue the job
 
 
-Posted: TypeAlias = tuple[dist.Work, Tensor]  # an all-reduce under way, and its result
+PendingSum: TypeAlias = tuple[dist.Work, Tensor]  # an all-reduce under way, and its result
 
 
 class StopAgreement:
@@ -44,7 +44,7 @@ class StopAgreement:
         self._lag = lag
         self._asked: set[StopReason] = set()  # adding is safe in a signal handler
         self._agreed = StopReason.NONE
-        self._pending: deque[Posted] = deque()
+        self._pending: deque[PendingSum] = deque()
         self._is_posted = False
 
     @property
@@ -68,7 +68,7 @@ class StopAgreement:
             self._read_oldest()
         return self._agreed
 
-    def post(self, vote: int) -> Posted:
+    def post(self, vote: int) -> PendingSum:
         """Posts this rank's flag for the next boundary, and a vote with it. Collective."""
         flags = [int(reason is self.requested) for reason in list(StopReason)[1:]]
         if self._is_posted:  # no boundary came between
@@ -107,12 +107,15 @@ class JointDecision:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, lag: int = 1, post: Callable[[int], Posted] | None = None
+        self,
+        group: dist.ProcessGroup,
+        lag: int = 1,
+        post: Callable[[int], PendingSum] | None = None,
     ) -> None:
         self._group = group
         self._lag = lag
         self._post = post or (lambda vote: _begin_sum([vote], group))
-        self._pending: deque[Posted] = deque()
+        self._pending: deque[PendingSum] = deque()
 
     def at_boundary(self, wanted: bool) -> bool:
         """Posts this rank's vote. Collective: every rank must call it at the same boundaries.
@@ -141,14 +144,14 @@ class JointDecision:
             _count(self._pending.popleft())
 
 
-def _begin_sum(numbers: list[int], group: dist.ProcessGroup) -> Posted:
+def _begin_sum(numbers: list[int], group: dist.ProcessGroup) -> PendingSum:
     sums = torch.tensor(numbers, dtype=torch.int32)
     work = dist.all_reduce(sums, group=group, async_op=True)
     assert work is not None
     return work, sums
 
 
-def _count(pending: Posted) -> int:
+def _count(pending: PendingSum) -> int:
     work, votes = pending
     work.wait()
     return int(votes[0].item())

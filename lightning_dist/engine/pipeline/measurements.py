@@ -101,9 +101,6 @@ def gather_measurements(
 def predict_memory(pipeline: Pipeline, part: TrainedPart) -> RankMemory:
     """Returns the planner's prediction of the memory of a rank's stages."""
     shape, stages = pipeline.shape, pipeline.stages
-    family, count = shape.family, shape.num_microbatches
-    num_batches = family.update_rule.steady_batches(shape.num_stages, count)
-    schedule = family.build(shape.rank_of_stage, count, num_batches, only_rank=shape.rank)
-    in_flight = schedule.in_flight(shape.rank)
+    in_flight = shape.build(only_rank=shape.rank).in_flight(shape.rank)
     copies = max(stages.num_copies[stage] for stage in stages)  # none where there are several
     return pipelined(part, in_flight, 1 + copies, stages.version_bytes)

@@ -119,7 +119,6 @@ class Pipeline:
             self._loss_weights,
             microbatches_per_update=shape.num_microbatches if self.asynchronous else None,
             on_complete=self._complete_early,
-            build=shape.build,
         )
         self.batches_since_drain = 0
         self.num_batches = 0
@@ -203,8 +202,7 @@ class Pipeline:
             stage.begin_batch(overlaps=self.asynchronous)
         self._loss_scales[self.batches_since_drain if self.asynchronous else 0] = loss_scale
         with python_state_kept():
-            partition = self.shape.layers_per_stage
-            work = Work(numbered, step, gradient_scale, name, loss_scale, partition)
+            work = Work(numbered, step, gradient_scale, name, loss_scale)
             results = self._run(actions, work, on_results)
         for stage in () if self.has_gradients else self.stages.values():
             stage.policy.protect_versions()  # hooks come before the next update
@@ -251,7 +249,7 @@ class Pipeline:
         self.microbatch_sizes = tuple(m.num_samples for m in microbatches)
         name = (self.num_batches if seed is None else seed, self._num_evaluated)
         numbered = {microbatch.index: microbatch for microbatch in microbatches}
-        work = Work(numbered, step, 1.0, name, partition=self.shape.layers_per_stage)
+        work = Work(numbered, step, 1.0, name)
         self._num_evaluated += 1
         with python_state_kept():
             return self._runtime.run(self._rounds.evaluation(count), work)
@@ -272,6 +270,20 @@ class Pipeline:
         divides = self._loss_weights.is_given and not completes_early
         own = self.stages.parameters() if divides else []
         self._earlier.set_apart(own)
+        self._install_held(update)
+        if not is_complete:
+            self._earlier.keep(own)
+        elif not completes_early:
+            self._loss_weights.divide([p.grad for p in own if p.grad is not None])
+            self._earlier.add()
+        if reduce is not None and self._due is not None:
+            action = replace(self._due, kind=ActionKind.REDUCE_GRAD)
+            with self.recorder.span(SpanKind.COMMUNICATION, action):
+                reduce()
+
+    def _install_held(self, update: int) -> None:
+        """Adds an update's held gradients to ``p.grad``, and runs the parameters' hooks on them."""
+        completes_early = self.update_rule.completes_early  # then they are unscaled and hooked
         hooked: dict[nn.Parameter, Tensor] = {}
         named = self.stages.named_parameters() if self._shared else {}
         shared = {parameter for name, parameter in named.items() if name in self._shared}
@@ -295,15 +307,6 @@ class Pipeline:
         for parameter, gradient in hooked.items():
             with self._loss_weights.as_mean(parameter, gradient):
                 add_with_hooks(parameter, gradient)
-        if not is_complete:
-            self._earlier.keep(own)
-        elif not completes_early:
-            self._loss_weights.divide([p.grad for p in own if p.grad is not None])
-            self._earlier.add()
-        if reduce is not None and self._due is not None:
-            action = replace(self._due, kind=ActionKind.REDUCE_GRAD)
-            with self.recorder.span(SpanKind.COMMUNICATION, action):
-                reduce()
 
     def begin_update(self) -> None:
         """Stashes the weights; the optimizer's writes must come next."""

@@ -11,7 +11,7 @@ stage, with which shapes, and where in the schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from lightning_dist.engine.comms.channel import TensorInfo
 from lightning_dist.engine.comms.links import Links
 from lightning_dist.engine.pipeline.loss_weights import LossWeights
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
-from lightning_dist.engine.pipeline.stage import Stage, Step
+from lightning_dist.engine.pipeline.stage import Step
+from lightning_dist.engine.pipeline.stages import OwnStages
 from lightning_dist.engine.pipeline.step_checks import compares_samples, warn_of_comparison
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
-from lightning_dist.engine.schedules.schedule import Schedule
 from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.tensors.tree import flatten
 
@@ -47,8 +47,6 @@ class Work:
         gradient_scale: Multiplies all gradients of the batch, besides each micro-batch's weight.
         seed: Integers that name the batch for the random numbers.
         loss_scale: Multiplies the loss, so that small gradients survive in half precision.
-        partition: The layers per stage.
-        keys: The keys that :meth:`key` has found.
     """
 
     microbatches: Mapping[int, Microbatch]
@@ -56,25 +54,6 @@ class Work:
     gradient_scale: float
     seed: tuple[int, ...]
     loss_scale: float = 1.0
-    partition: tuple[int, ...] = ()
-    keys: dict[int, Hashable] = field(default_factory=dict)
-
-    def key(self, index: int) -> Hashable:
-        """Returns what all stages know beforehand of the messages about a micro-batch.
-
-        They know nothing, None, of a batch of an unknown class, whose tensors are not found. The
-        first call must come before the step, which may take tensors out of the batch.
-        """
-        if index not in self.keys:
-            self.keys[index] = self._find_key(index)
-        return self.keys[index]
-
-    def _find_key(self, index: int) -> Hashable:
-        tensors, _ = flatten(self.microbatches[index].content)
-        if not tensors:
-            return None
-        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        return (self.partition, torch.is_grad_enabled(), *shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +69,17 @@ class Runtime:
 
     The gradients of ``microbatches_per_update`` are applied together; None means those of all.
     ``on_complete`` is called with an update whose gradients are complete before the update is due.
-    ``build`` returns one flush of the schedule, which is drawn around an action that fails.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        stages: OwnStages,
         links: Links,
         recorder: Recorder,
         loss_weights: LossWeights,
         *,
         microbatches_per_update: int | None,
         on_complete: Callable[[int], None],
-        build: Callable[[], Schedule],
     ) -> None:
         self._stages = stages
         self._links = links
@@ -110,7 +87,6 @@ class Runtime:
         self._loss_weights = loss_weights
         self._microbatches_per_update = microbatches_per_update
         self._on_complete = on_complete
-        self._build = build
         self._received: dict[Place, Any] = {}
         self._results: dict[Place, Any] = {}
         self._gradients_in: dict[Place, WeighedGradients] = {}
@@ -118,6 +94,7 @@ class Runtime:
         # The first activation of a batch, by the stage before its boundary. Users freeze and thaw
         # layers between batches, and only the sending stage sees it.
         self._first: dict[int, tuple[TensorInfo, ...]] = {}
+        self._shapes: dict[int, tuple[Hashable, ...]] = {}  # of a micro-batch's tensors
         # Of the gradients that a stage will send, and receive, for a micro-batch in flight.
         self._keys_out: dict[Place, Hashable] = {}
         self._keys_in: dict[Place, Hashable] = {}
@@ -142,6 +119,7 @@ class Runtime:
             on ranks without the last stage.
         """
         self._first.clear()
+        self._shapes.clear()
         for action in actions:
             place = (action.stage_index, action.microbatch_index)
             handle, span_kind = self._handlers[action.kind]
@@ -177,24 +155,30 @@ class Runtime:
         assert work is not None
         number, index = place
         stage, microbatch = self._stages[number], work.microbatches[index]
-        work.key(index)  # the step may change the batch
+        self._shapes_of(index, work)  # now, for the step may change the batch
         seed = (*work.seed, microbatch.index)
         received = self._received.pop(place, None)
         self._results[place] = stage.forward(index, microbatch, received, work.step, seed)
         if torch.is_grad_enabled() and stage.is_last:
-            loss = Loss.of(self._results[place])
-            if stage.compares_samples is None:
-                flight, num_samples = stage.in_flight[index], microbatch.num_samples
-                stage.compares_samples = compares_samples(
-                    loss.value, flight.outputs, flight.inputs, num_samples
-                )
-                if stage.compares_samples and microbatch.weight < 1.0:
-                    warn_of_comparison("`training_step`", num_samples)
-            share = microbatch.weight * work.gradient_scale
-            weight = share if loss.weight is None else loss.weight
-            roots = stage.set_loss(index, loss.value, weight * work.loss_scale)
-            given = None if loss.weight is None else torch.tensor(loss.weight, dtype=torch.float64)
-            self._take_gradients(place, WeighedGradients(roots, given))
+            self._begin_backward(place, work)
+
+    def _begin_backward(self, place: Place, work: Work) -> None:
+        """Takes the gradients of a loss, where the other stages receive theirs."""
+        number, index = place
+        stage, microbatch = self._stages[number], work.microbatches[index]
+        loss = Loss.of(self._results[place])
+        if stage.compares_samples is None:
+            flight, num_samples = stage.in_flight[index], microbatch.num_samples
+            stage.compares_samples = compares_samples(
+                loss.value, flight.outputs, flight.inputs, num_samples
+            )
+            if stage.compares_samples and microbatch.weight < 1.0:
+                warn_of_comparison("`training_step`", num_samples)
+        share = microbatch.weight * work.gradient_scale
+        weight = share if loss.weight is None else loss.weight
+        roots = stage.set_loss(index, loss.value, weight * work.loss_scale)
+        given = None if loss.weight is None else torch.tensor(loss.weight, dtype=torch.float64)
+        self._take_gradients(place, WeighedGradients(roots, given))
 
     def _send_activation(self, place: Place, work: Work | None) -> None:
         stage, index = place
@@ -206,12 +190,25 @@ class Runtime:
             self._keys_in[place] = self._note_activation(stage, activation)
 
     def _activation_key(self, before: int, index: int, work: Work) -> Hashable:
-        """Returns what both ends know of an activation; nothing of the first one of a batch."""
-        key = work.key(index)
-        if key is None or not torch.is_grad_enabled():
+        """Returns what both ends know of an activation beforehand; None if they know nothing.
+
+        They know nothing of the first one of a training batch, nor of those of a batch of an
+        unknown class, whose tensors are not found.
+        """
+        shapes = self._shapes_of(index, work)
+        if not shapes:
+            return None
+        key = (self._stages.shape.layers_per_stage, torch.is_grad_enabled(), *shapes)
+        if not torch.is_grad_enabled():
             return key
         first = self._first.get(before)
         return None if first is None else (key, first)
+
+    def _shapes_of(self, index: int, work: Work) -> tuple[Hashable, ...]:
+        if index not in self._shapes:
+            tensors, _ = flatten(work.microbatches[index].content)
+            self._shapes[index] = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        return self._shapes[index]
 
     def _note_activation(self, before: int, activation: Any) -> Hashable:
         """Notes the first activation of a batch; returns what both ends know of its gradients."""
@@ -281,7 +278,8 @@ class Runtime:
         if index in self._stages[action.stage_index].in_flight:
             flight = self._stages[action.stage_index].in_flight[index]
             lines.append(f"  layer input: {_describe(flight.layer_input)}")
-        schedule = self._build()  # here, since all ranks' actions are many more than this one's
+        # Only here, since all ranks' actions are many more than this one's.
+        schedule = self._stages.shape.build()
         # A later micro-batch is drawn at an equal one's place.
         mark = replace(action, microbatch_index=min(index, schedule.num_microbatches - 1))
         lines.append(f"Schedule {schedule.name}, one row per rank:")

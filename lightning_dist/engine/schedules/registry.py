@@ -135,9 +135,13 @@ class PipelineShape:
         """This rank's stages, in ascending order."""
         return stages_of_rank(self.rank_of_stage, self.rank)
 
-    def build(self, num_batches: int | None = None) -> Schedule:
-        """Builds the schedule of compute actions; None takes batches until the rounds repeat."""
+    def build(self, num_batches: int | None = None, only_rank: int | None = None) -> Schedule:
+        """Builds the schedule of compute actions, of all ranks or of one; see :func:`ranks_from`.
+
+        Without a number of batches it has as many as it takes until the rounds repeat.
+        """
         if num_batches is None:
             rule = self.family.update_rule
             num_batches = rule.steady_batches(self.num_stages, self.num_microbatches)
-        return self.family.build(self.rank_of_stage, self.num_microbatches, num_batches)
+        sizes = self.num_microbatches, num_batches
+        return self.family.build(self.rank_of_stage, *sizes, only_rank)

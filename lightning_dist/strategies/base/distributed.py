@@ -37,7 +37,7 @@ from lightning_dist.engine.comms.failures.parent_watch import ending_with_launch
 from lightning_dist.engine.comms.failures.peer_failure import Failure
 from lightning_dist.engine.comms.replica_channel import open_channel
 from lightning_dist.engine.comms.store_notes import RankNotes
-from lightning_dist.engine.comms.votes import JointDecision, Posted, StopAgreement
+from lightning_dist.engine.comms.votes import JointDecision, PendingSum, StopAgreement
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
 from lightning_dist.engine.precision.overflow import AllReducedOverflow, Overflow
 from lightning_dist.engine.tensors.rng import seed_all, share_random_state
@@ -293,7 +293,7 @@ class DistributedStrategy(ProcessMesh):
         """Creates this rank's part in the decision to stop. Collective: every rank must call it."""
         return StopAgreement(self.world_group, self.stop_lag)
 
-    def joint_decision(self, post: Callable[[int], Posted] | None = None) -> JointDecision:
+    def joint_decision(self, post: Callable[[int], PendingSum] | None = None) -> JointDecision:
         """Creates this rank's part in a recurring decision. Collective: every rank must call it."""
         return JointDecision(self.world_group, self.stop_lag, post)
 

@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dist.engine.common.device_group import gather_objects
-from lightning_dist.engine.comms.votes import JointDecision, Posted
+from lightning_dist.engine.comms.votes import JointDecision, PendingSum
 from lightning_dist.engine.tensors.patch import Undo, replace_method, surround_method
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import add_first_callback
@@ -67,7 +67,7 @@ def stop_training_together(
     trainer: pl.Trainer,
     joint: Callable[..., JointDecision],
     *,
-    post: Callable[[int], Posted],
+    post: Callable[[int], PendingSum],
     end_batch: Callable[[], None],
 ) -> Undo:
     """Replaces a rank's own decisions in Lightning's loops by joint decisions of all ranks.
