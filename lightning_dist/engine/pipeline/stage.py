@@ -136,14 +136,7 @@ class StagePlace:
 class Stage:
     """The layers of one stage, and the micro-batches in flight on it.
 
-    Args:
-        place: Where the stage is.
-        layers: Runs the stage's layers.
-        interceptor: Lets the layers run in the user's step.
-        calls: Notes with what the step calls the pipelined module.
-        policy: Chooses the weights of micro-batches.
-        gradients: Holds the parameters' gradients.
-        meter: Measures the staleness of updates.
+    ``layers`` runs the stage's layers, and ``interceptor`` lets it do so in the user's step.
 
     Attributes:
         in_flight: The micro-batches with their forward done and their backward not, by index.

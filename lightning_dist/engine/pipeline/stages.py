@@ -247,11 +247,7 @@ class OwnStages(Mapping[int, Stage]):
 
 
 def _check_names(number: int, own: nn.Module, layers: nn.Module) -> None:
-    """Checks the names of parameters, by which weights and gradients are found.
-
-    Raises:
-        ValueError: The module that runs a stage's layers has other names.
-    """
+    """Checks the names by which weights and gradients are found in what runs a stage's layers."""
     names = {name for name, _ in own.named_parameters()}
     others = {name for name, _ in layers.named_parameters()} - names
     if others:

@@ -44,9 +44,9 @@ class CastWeights(ComputeWeights):
     """Casts of the parameters, which are the masters, made anew for each version."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], half: HalfWeights) -> None:
+        super().__init__(parameters)
         self._half = half
         self._frozen: dict[str, Tensor] = {}
-        super().__init__(parameters)
 
     @override
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:

@@ -41,17 +41,14 @@ Predict = Callable[[Mapping[str, nn.Parameter], int], Mapping[str, Tensor]]
 class Current(WeightPolicy):
     """Policy of synchronous schedules: nothing is written while a micro-batch is in flight.
 
-    A micro-batch sees the parameters themselves, but aliases of hooked ones if autograd must not
-    run their hooks for each micro-batch.
+    A micro-batch sees the parameters themselves, but aliases of those whose hooks autograd must not
+    run for each micro-batch: the hooked ones of ``weights``.
     """
-
-    def __init__(self, weights: ComputeWeights, *, hides_hooks: bool) -> None:
-        super().__init__(weights)
-        self._named = weights.parameters if hides_hooks else {}
 
     @override
     def acquire(self) -> WeightVersion:
-        hooked = {n: p for n, p in self._named.items() if p.requires_grad and has_gradient_hooks(p)}
+        named = self._weights.parameters.items()
+        hooked = {n: p for n, p in named if p.requires_grad and has_gradient_hooks(p)}
         aliases = {name: p.data.requires_grad_() for name, p in hooked.items()}
         return WeightVersion(self.num_steps, aliases)
 
@@ -70,12 +67,13 @@ class Newest(WeightPolicy):
 
     def __init__(self, weights: ComputeWeights, *, remembers: bool = False) -> None:
         super().__init__(weights)
+        self._num_bytes = weights.num_bytes()
         self._remembers = remembers
 
     @property
     @override
     def version_bytes(self) -> int:
-        return self._weights.num_bytes
+        return self._num_bytes
 
     @override
     def acquire(self) -> WeightVersion:
@@ -123,5 +121,5 @@ def choose_policy(
     if weights.of_backward is BackwardWeights.NEWEST:
         return Newest(computed, remembers=remembers)
     if weights.of_backward is BackwardWeights.UNCHANGED and half is None:
-        return Current(computed, hides_hooks=hides_hooks)
+        return Current(computed if hides_hooks else ComputeWeights(()))
     return Stashed(computed, weights.age)

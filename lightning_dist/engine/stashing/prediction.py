@@ -17,12 +17,7 @@ from torch.optim import SGD, Adam, NAdam, Optimizer, RAdam
 from typing_extensions import override
 
 from lightning_dist.engine.stashing.half_versions import CastWeights
-from lightning_dist.engine.stashing.versions import (
-    ComputeWeights,
-    WeightPolicy,
-    WeightVersion,
-    version_bytes,
-)
+from lightning_dist.engine.stashing.versions import ComputeWeights, WeightPolicy, WeightVersion
 
 _ADAMS = (Adam, NAdam, RAdam)  # AdamW is an Adam
 
@@ -177,7 +172,7 @@ class Predicted(WeightPolicy):
     @property
     @override
     def version_bytes(self) -> int:
-        return version_bytes(self._weights.parameters.values(), self._weights.dtype_of)
+        return self._weights.num_bytes()
 
     @property
     @override

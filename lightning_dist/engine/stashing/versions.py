@@ -78,11 +78,14 @@ class ComputeWeights:
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self.parameters = dict(parameters)
-        self.num_bytes = version_bytes(self.parameters.values(), self.dtype_of)
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Returns the data type in which a parameter computes."""
         return parameter.dtype
+
+    def num_bytes(self) -> int:
+        """Counts the bytes of one version, as of now: users freeze and thaw parameters."""
+        return version_bytes(self.parameters.values(), self.dtype_of)
 
     def aliases(self) -> Mapping[str, Tensor]:
         """Returns the leaves of a new version, by parameter name."""
@@ -176,6 +179,7 @@ class Stashed(WeightPolicy):
 
     def __init__(self, weights: ComputeWeights, max_age: int = 0) -> None:
         super().__init__(weights)
+        self._num_bytes = weights.num_bytes()
         self._max_age = max_age
         self._aging: deque[WeightVersion] = deque()
         self._current: WeightVersion | None = None
@@ -184,12 +188,12 @@ class Stashed(WeightPolicy):
     @property
     @override
     def version_bytes(self) -> int:
-        return self._weights.num_bytes
+        return self._num_bytes
 
     @property
     @override
     def stash_bytes(self) -> int:
-        return len(self._stashed) * self._weights.num_bytes
+        return len(self._stashed) * self._num_bytes
 
     @override
     def acquire(self) -> WeightVersion:
