@@ -283,7 +283,8 @@ class Pipeline:
 
     def _install_held(self, update: int) -> None:
         """Adds an update's held gradients to ``p.grad``, and runs the parameters' hooks on them."""
-        completes_early = self.update_rule.completes_early  # then they are unscaled and hooked
+        # If so, :meth:`_complete_early` has unscaled them, and run the hooks.
+        completes_early = self.update_rule.completes_early
         hooked: dict[nn.Parameter, Tensor] = {}
         named = self.stages.named_parameters() if self._shared else {}
         shared = {parameter for name, parameter in named.items() if name in self._shared}

@@ -96,7 +96,7 @@ class ComputeWeights:
         return alias.detach().requires_grad_(parameter.requires_grad)
 
     def look(self) -> Mapping[str, Tensor]:
-        """Returns aliases without gradients; none mean the parameters themselves."""
+        """Returns aliases for a forward without a backward; none mean the parameters themselves."""
         return {}
 
     def leave(self) -> None:
@@ -230,7 +230,7 @@ class Stashed(WeightPolicy):
         while self._aging:
             self._drop_if_unused(self._aging.popleft())
         if self._current is not None and not self._current.num_users:
-            self._current = None  # other code than the optimizer may have written to the masters
+            self._current = None  # casts do not show what other code may write to the masters
 
     def _newest(self) -> WeightVersion:
         if self._current is None:
