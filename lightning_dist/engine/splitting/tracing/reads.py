@@ -224,7 +224,7 @@ class Structure:
         self.module = skeleton_of(module)
         for hooks in hooks_of(self.module):  # they run around the sequence, as around any other
             hooks.clear()
-        self.parts = dict(self.module.named_modules())
+        self.parts: Parts = dict(self.module.named_modules())
         # A module may leave things out of its copies, as a LightningModule does its trainer.
         self._left_out = {
             (path, name)
