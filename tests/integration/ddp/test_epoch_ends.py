@@ -54,6 +54,22 @@ def test_streams_that_end_apart(workers: WorkerPool) -> None:
     assert workers.run(2, end_apart, 2, 16, 8) == [[], []]
 
 
+def end_before_the_limit(path: Path) -> None:
+    trainer = make_trainer(devices=2, strategy=DDPStrategy(timeout_s=20.0), limit_train_batches=3)
+    try:
+        trainer.fit(make_module(), DataLoader(Ending(16, 8), batch_size=4), make_loader(8))
+    except ValueError as error:
+        path.with_suffix(f".{os.environ['RANK']}").write_text(str(error))
+        os._exit(1)  # as a script ends; the other one waits for its gradients
+
+
+def test_a_stream_that_ends_before_a_limit(workers: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(CaseFailedError):
+        workers.run(2, end_before_the_limit, tmp_path / "rank")
+    text = (tmp_path / "rank.1").read_text()
+    assert "ranks [1] (of [0, 1]) have ended after 2 batches to train on" in text
+
+
 def test_a_stream_without_a_batch(workers: WorkerPool) -> None:
     for messages in workers.run(2, end_apart, None, 0, 8):
         assert len(messages) == 2

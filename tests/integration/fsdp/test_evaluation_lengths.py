@@ -137,6 +137,9 @@ SHARDS, REPLICAS = FSDPStrategy(timeout_s=20.0), DDPStrategy(timeout_s=20.0)
         ("fit", [2, 3], SHARDS, Classifier, "ranks [0] (of [0, 1]) have ended after 2 batches", {}),
         ("fit", [2, 3], SHARDS, Classifier, "", {"limit_val_batches": 2}),
         ("fit", [3, 2], SHARDS, Classifier, "after 2 batches", {"num_sanity_val_steps": 2}),
+        ("fit", [1, 3], SHARDS, Classifier, "after 1 batches", {"limit_val_batches": 2}),
+        ("fit", [1, 3], SHARDS, Classifier, "after 1 batches", {"num_sanity_val_steps": 2}),
+        ("fit", [0, 3], SHARDS, Classifier, "after 0 batches", {"num_sanity_val_steps": 1}),
         ("validate", [0, 1], SHARDS, Classifier, "have ended after 0 batches to validate", {}),
         (
             "predict",

@@ -5,8 +5,9 @@ for their gradients, and in an evaluation where ranks compute a forward together
 replicas may differ, for their metrics alone tie them, unless a step combines a value of all
 replicas. Known lengths are compared when loaders have been set up. Of a loader of unknown length
 Lightning reads one batch ahead. So the ranks tell each other before each batch whether it is the
-last, and in training hear of it during the step. A training loader that ends before its ``__len__``
-is found at its end: the rank leaves a note, and checks whether all others have left one.
+last, and in training hear of it during the step. They also tell when an epoch ends. A training
+loader that ends before its ``__len__`` is found at its end: the rank leaves a note, and checks
+whether all others have left one.
 """
 
 from __future__ import annotations
@@ -66,9 +67,11 @@ class LoaderEnds:
         self._post(_Left.LAST if is_last else _Left.MORE)
 
     def _end_epoch(self) -> None:
-        if self._num_begun == 0:
-            self._post(_Left.NONE)
-            self._check()
+        # A loader may end behind a batch that was not its last: with a limit, Lightning reads none
+        # ahead.
+        self._num_begun += 1
+        self._post(_Left.NONE)
+        self._check()
         self._num_begun = 0
 
     def _post(self, left: _Left) -> None:
@@ -90,7 +93,7 @@ class LoaderEnds:
             ranks = dist.get_process_group_ranks(self._telling)
             of_ranks = zip(ranks, numbers, strict=True)
             ended = [rank for rank, number in of_ranks if number == min(numbers)]
-            count = max(self._num_begun, 1) - (min(numbers) == _Left.NONE)
+            count = self._num_begun - (min(numbers) == _Left.NONE)
             raise ValueError(
                 f"The loaders of the ranks {ended} (of {ranks}) have ended after {count} batches to"
                 f" {self._verb}, and those of the others have not: these would wait for the former"
