@@ -145,8 +145,8 @@ def describe_failure(path: str | os.PathLike[str], error: BaseException) -> str:
     failed = f"{os.fspath(path)} was not saved: {why}."
     if "://" in os.fspath(path):
         return failed
-    folder = next(p for p in Path(path).absolute().parents if p.is_dir())
     with suppress(OSError):  # of a disk that is gone; it would hide the save's own error
+        folder = next(p for p in Path(path).absolute().parents if p.is_dir())
         failed += f" {shutil.disk_usage(folder).free:,} bytes were free in {folder}."
     kept = " The checkpoint before is as it was." if os.path.lexists(path) else ""
     return failed + kept

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_dist.engine.tensors.remote_tensor import check_known
 from lightning_dist.engine.tensors.samples import Samples, samples_of
-from lightning_dist.engine.tensors.tree import map_leaves, map_tensors
+from lightning_dist.engine.tensors.tree import map_leaves, own_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Microbatch:
     weight: float
 
     def copied(self) -> Microbatch:
-        """Returns one whose containers and tensors a step may change."""
-        return replace(self, content=map_tensors(torch.clone, self.content))
+        """Returns one whose content a step may change."""
+        return replace(self, content=own_copy(self.content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ def _count_if_known(batch: Any) -> int:
 def _cut(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
     if isinstance(leaf, Tensor) and leaf.ndim > 0:
         pieces = torch.split(leaf, list(sizes))
-        # Of one version, a step could not write into its piece while another is in flight.
-        return pieces if leaf.requires_grad else [piece.data for piece in pieces]
+        # With memory of their own: autograd takes a write into one piece for one into all.
+        return pieces if leaf.requires_grad else [piece.clone() for piece in pieces]
     if isinstance(leaf, list | tuple):
         ends = list(accumulate(sizes))
         return [leaf[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -159,7 +159,7 @@ def _copy_of(value: Any) -> Any:
 
 def _are_equal(left: Any, right: Any) -> bool:
     if not (isinstance(left, _CONTAINERS) and isinstance(right, _CONTAINERS)):
-        return type(left) is type(right) and bool(left == right)
+        return left is right or (type(left) is type(right) and bool(left == right))
     (own, skeleton), (others, other_skeleton) = flatten(left), flatten(right)
     return bool(skeleton == other_skeleton) and all(
         a.device == b.device and _are_alike(a, b) and torch.equal(a, b)

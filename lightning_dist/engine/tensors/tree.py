@@ -10,6 +10,7 @@ torch's own pytrees would do, but each user would have to register dataclasses f
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import pickle
@@ -111,6 +112,17 @@ class _SkeletonPickler(pickle.Pickler):
 
 def _rebuild_named_tuple(kind: type[tuple[Any, ...]], *items: Any) -> Any:
     return tuple.__new__(kind, items)
+
+
+def own_copy(tree: Any) -> Any:
+    """Returns a copy that other code may change; the tree itself if it cannot be copied.
+
+    Not by :func:`map_tensors`: batches may be of any class, and tensors may have attributes.
+    """
+    try:
+        return copy.deepcopy(tree)
+    except Exception:  # of any class, by whatever is in it: a result of autograd, a lock
+        return tree
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

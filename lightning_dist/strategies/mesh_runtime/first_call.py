@@ -24,7 +24,7 @@ from lightning_dist.engine.splitting.tracing.example import Arguments, watch_cal
 from lightning_dist.engine.tensors.module_state import state_kept
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import random_state_kept
-from lightning_dist.engine.tensors.tree import map_tensors
+from lightning_dist.engine.tensors.tree import map_tensors, own_copy
 from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders, read_first_batch
 from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCalls
@@ -107,7 +107,7 @@ def share_first_batch(
         try:
             read = read_first_batch(trainer, begun)
             if read is not None:  # a step may write into what the run will read again
-                read = map_tensors(torch.clone, read[0]), read[1]
+                read = own_copy(read[0]), read[1]
         except Exception as error:
             if trainer.world_size == 1:
                 raise

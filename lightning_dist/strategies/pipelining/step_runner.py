@@ -25,7 +25,7 @@ from lightning_dist.engine.pipeline.microbatch import Microbatch, merge, weight_
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stage import NotCalledError
 from lightning_dist.engine.pipeline.step_checks import CallNotes, check_calls, warn_of_comparison
-from lightning_dist.engine.tensors.tree import flatten, map_tensors
+from lightning_dist.engine.tensors.tree import flatten, map_tensors, own_copy
 from lightning_dist.strategies.base.lightning_internals import (
     as_of_training_step,
     forget_step_values,
@@ -148,7 +148,7 @@ class StepRunner:
         self._metrics = metrics
         self._step_state = step_state
         self._counters = StepCounters(module)
-        self._rates = StepRates(module.trainer, asynchronous=pipeline.asynchronous)
+        self._rates = StepRates(module.trainer, is_late=pipeline.lag > 0)
         self._rank_zero_calls = rank_zero_calls
         self._evaluation_microbatches = evaluation_microbatches
         self._change_step = change_step
@@ -205,7 +205,8 @@ class StepRunner:
             )
         except NotCalledError as error:
             place = f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}"
-            raise ValueError(f"`training_step`, {place}: {error}") from error
+            error.args = (f"`training_step`, {place}: {error}",)
+            raise
         asked_alone = trainer.should_stop and not self._pipeline.stages.has_last
         trainer.should_stop = stopped_before or asked_alone
         self._deliver(self._num_held_back(), in_batch=True)
@@ -214,7 +215,7 @@ class StepRunner:
     def rehearse(self, pipeline: Pipeline, arguments: Sequence[Any], context: StepContext) -> None:
         """Runs a training batch through another pipeline, and drops its ``self.log`` calls."""
         batch, *rest = arguments
-        batch = map_tensors(torch.clone, batch)  # the step may write into it, and runs again
+        batch = own_copy(batch)  # the step may write into it, and runs again
         batch = self._sample_lists.mark(batch, "training_step")
         step = self._step(self._module.training_step, context, rest)
         pipeline.train_batch(batch, step, seed=self._seed())

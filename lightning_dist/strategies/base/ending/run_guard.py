@@ -80,6 +80,7 @@ class RunGuard:
         self._outlives = outlives
         self._failed = threading.Event()
         self._has_news = threading.Event()  # of another rank's failure, outlived or not
+        self._news_time = 0.0
         self._closed = threading.Event()
         self._own_failure: Failure | None = None
         self._peers_failure: Failure | None = None
@@ -198,6 +199,8 @@ class RunGuard:
             return
         if isinstance(exception, RuntimeError) and self._ring is not None:
             # A broken collective raises one too; the report of the rank that broke it may come.
+            if time.monotonic() - self._news_time > _NEWS_SECONDS:
+                self._has_news.clear()  # those were of a failure that was outlived long ago
             self._has_news.wait(_NEWS_SECONDS)
         self._failed.set()
         if self._ring is not None:
@@ -285,6 +288,7 @@ class RunGuard:
         print(f"[rank {self._rank}] {text}", file=sys.stderr, flush=True)
 
     def _on_peer_failure(self, failure: Failure) -> None:
+        self._news_time = time.monotonic()
         if self._outlives(failure):
             print(f"[rank {self._rank}] {failure}. Going on.", file=sys.stderr, flush=True)
             self._has_news.set()

@@ -79,12 +79,12 @@ class StepRates:
     """Learning rates, and other values of the optimizer's groups, that training steps set.
 
     Args:
-        asynchronous: Whether the update at hand is an earlier batch's.
+        is_late: Whether the update at hand may be an earlier batch's.
     """
 
-    def __init__(self, trainer: pl.Trainer, *, asynchronous: bool) -> None:
+    def __init__(self, trainer: pl.Trainer, *, is_late: bool) -> None:
         self._trainer = trainer
-        self._asynchronous = asynchronous
+        self._is_late = is_late
         self._before: list[Changes] = []
 
     def begin_batch(self) -> None:
@@ -99,10 +99,10 @@ class StepRates:
         """
         changes = []
         for before, optimizer in zip(self._before, self._trainer.optimizers, strict=True):
-            found = group_values(optimizer)[: len(before)]  # an added group is refused elsewhere
+            found = group_values(optimizer)[: len(before)]  # without groups that the step adds
             changes.append(changes_of_groups(before, found))
         names = sorted({name for groups in changes for group in groups for name in group})
-        if names and self._asynchronous:
+        if names and self._is_late:
             raise ValueError(
                 f"`training_step` has changed {names} of the optimizer's parameter groups. Under an"
                 " asynchronous schedule the update at hand is an earlier batch's. Change them in"
@@ -114,7 +114,9 @@ class StepRates:
     def install(self, changes: Sequence[Changes]) -> None:
         """Sets what :meth:`take` has returned on the last stage."""
         for optimizer, groups in zip(self._trainer.optimizers, changes, strict=False):
-            install_values(optimizer, groups)
+            present = optimizer.param_groups
+            padded = [*groups, *({} for _ in present[len(groups) :])]  # a step may add groups
+            install_values(optimizer, padded[: len(present)])
 
 
 class StepState:

@@ -57,7 +57,8 @@ class OtherName(Base):
     def forward(module, x: Tensor) -> Tensor:  # noqa: N805
         x = module.embed(x)
         for block in module.blocks:
-            x = block(x) if module.training else block(x)
+            if module.training:
+                x = block(x)
         return x
 
 
