@@ -2,11 +2,10 @@
 
 *Widths.* On a rank with some of the heads, a module must not compute with the width of its input,
 which is that of all heads: ``width // self.num_heads`` would be a larger head
-(:mod:`.layers.own_width`). Nor may the code have numbers of all heads. *Order.* Submodules run in
-the order in which the code first mentions them; without source, in the order of registration.
-*Written attributes.* A loss that a mixture of experts stores exists only on a rank that has run the
-module. The code of ``forward`` and of the methods that it mentions is read; ``setattr`` with a
-computed name goes unseen.
+(:mod:`.layers.own_width`). *Order.* Submodules run in the order in which the code first mentions
+them; without source, in the order of registration. *Written attributes.* A loss that a mixture of
+experts stores exists only on a rank that has run the module. The code of ``forward`` and of the
+methods that it mentions is read; ``setattr`` with a computed name goes unseen.
 """
 
 from __future__ import annotations
@@ -66,13 +65,8 @@ _CHANGES = frozenset({"add", "append", "appendleft", "clear", "extend", "insert"
 @cache
 def written_by_forward(kind: type) -> frozenset[str]:
     """Names the attributes, of the module or of another object, that a forward changes."""
-    nodes = _nodes_of_forward(kind)
-    return frozenset(name for node in nodes for name in _written_at(node)) - {""}
-
-
-def _nodes_of_forward(kind: type) -> Iterator[ast.AST]:
-    """Yields the code of a class's forward, and of the methods that it mentions."""
     classes = [c for c in kind.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    written: set[str] = set()
     read, waiting = set[str](), ["forward"]
     while waiting:
         name = waiting.pop()
@@ -83,8 +77,9 @@ def _nodes_of_forward(kind: type) -> Iterator[ast.AST]:
             code = syntax_of(vars(class_).get(name))
             if code is not None:
                 nodes = list(ast.walk(code))
-                yield from nodes
+                written.update(attribute for node in nodes for attribute in _written_at(node))
                 waiting += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+    return frozenset(written - {""})
 
 
 def _written_at(node: ast.AST) -> list[str]:
@@ -126,49 +121,6 @@ def mixes_widths(
         )
         or any(_widths_in_use(code))
     )
-
-
-_SHAPINGS = ("reshape", "split", "unflatten", "view")
-
-
-def constant_width(module: nn.Module, features: int, heads: int | None) -> str | None:
-    """Returns a call that shapes a tensor by numbers of all heads; None if none seems to.
-
-    The code of the forward and of the methods that it mentions is read.
-
-    Args:
-        module: Any module.
-        features: Width of all heads.
-        heads: Number of all heads, if known.
-
-    Returns:
-        The code of a call such as ``x.view(batch, length, 8, 64)``.
-    """
-    for node in _nodes_of_forward(type(module)):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        if node.func.attr in _SHAPINGS and _has_width(node, features, heads):
-            return ast.unparse(node)
-    return None
-
-
-def _has_width(call: ast.Call, features: int, heads: int | None) -> bool:
-    assert isinstance(call.func, ast.Attribute)
-    is_split = call.func.attr == "split"
-    args = call.args[:1] if is_split else call.args[call.func.attr == "unflatten" :]
-    listed = [a for arg in args for a in getattr(arg, "elts", [arg])]
-    sizes = [a.value if isinstance(a, ast.Constant) else None for a in listed]
-    if sizes and sizes[-1] == features:
-        return True
-    if is_split:
-        return False
-    for size, following in zip(sizes, sizes[1:], strict=False):
-        if not isinstance(size, int) or size < 2:
-            continue
-        # A number alone may mean anything else, if it is not followed by the size of a head.
-        if size == heads or (isinstance(following, int) and size * following == features):
-            return True
-    return False
 
 
 def reads_width(module: nn.Module) -> bool:

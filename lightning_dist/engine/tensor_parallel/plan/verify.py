@@ -25,11 +25,7 @@ from lightning_dist.engine.tensor_parallel.layers.projection import (
 )
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.attention import is_attention_projection
-from lightning_dist.engine.tensor_parallel.plan.heads import (
-    check_heads,
-    count_heads,
-    needs_proof,
-)
+from lightning_dist.engine.tensor_parallel.plan.heads import check_heads, needs_proof
 from lightning_dist.engine.tensor_parallel.plan.proof import (
     LayerComparison,
     Sharding,
@@ -43,7 +39,6 @@ from lightning_dist.engine.tensor_parallel.plan.regions import (
     paths,
 )
 from lightning_dist.engine.tensor_parallel.plan.trial_run import Trial, guess_trials, kind_of
-from lightning_dist.engine.tensors.forward_ast import constant_width
 from lightning_dist.engine.tensors.module_tree import dotted, original_class
 
 _BATCH, _LENGTH = 2, 4
@@ -173,14 +168,8 @@ def _unproven(holder: nn.Module, sharding: Sharding) -> str | None:
     """Returns the flaw of a module that could not be run; None if there is none."""
     for parent, width in head_widths(holder, sharding.styles).items():
         attention = holder.get_submodule(parent)
-        path = dotted(sharding.name, parent)
-        written = constant_width(attention, width, count_heads(attention, width)) if width else None
-        if written is not None:
-            return (
-                f"{path!r} has numbers of all heads in its code, and each rank has some of them;"
-                f" write self.num_heads, or -1 and the size of a head, in {written}"
-            )
         if needs_proof(attention, width):
+            path = dotted(sharding.name, parent)
             try:
                 check_heads(path, attention, sharding.tp_size)
             except ValueError as error:
