@@ -30,10 +30,8 @@ def syntax_of(function: Any) -> ast.Module | None:
 
 def own_name(code: ast.Module) -> str:
     """Returns the name that a method gives its own object, mostly ``self``; empty for none."""
-    function = code.body[0] if code.body else None
-    if not isinstance(function, ast.FunctionDef):
-        return ""
-    names = [*function.args.posonlyargs, *function.args.args]
+    functions = (n for n in ast.walk(code) if isinstance(n, ast.FunctionDef | ast.Lambda))
+    names = [a for f in functions for a in (*f.args.posonlyargs, *f.args.args)]
     return names[0].arg if names else ""
 
 

@@ -245,7 +245,7 @@ class DistributedStrategy(ProcessMesh):
 
     @property
     def batch_index(self) -> int:
-        """Number of training batches so far, counted over epochs and resumed runs alike."""
+        """Index of the training batch at hand, counted over epochs and resumed runs alike."""
         return self.module.trainer.fit_loop.epoch_loop.total_batch_idx
 
     def seed_data_rank(self, *, reading: bool, early: bool = False) -> None:

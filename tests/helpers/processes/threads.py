@@ -97,7 +97,7 @@ def run_ranks(
             end.interrupt(error)
         for rank in stuck:
             threads[rank].join(seconds)
-        raise error
+        raise error from next((late for late in failures if late is not error), None)
     if failures:
         raise failures[0]
     return [results[rank] for rank in range(len(shapes))]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.engine.comms.channel import Receiver, Sender
@@ -26,28 +27,41 @@ class DryMessage:
     """Stands for a tree of tensors.
 
     Attributes:
-        tensors: Shape, dtype and ``requires_grad`` of each tensor.
+        tensors: Shape, dtype and ``requires_grad`` of each tensor; a tensor of integers, whose
+            values may be sizes, as in a packed sequence, itself.
         skeleton: The tree without its tensors.
     """
 
-    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    tensors: tuple[tuple[torch.Size, torch.dtype, bool] | Tensor, ...]
     skeleton: Any
 
     @classmethod
     def of(cls, tree: Any) -> DryMessage:
-        """Creates the message of a tree, without the tree's values."""
+        """Creates the message of a tree, without the tree's floating-point values."""
         tensors, skeleton = flatten(tree)
-        return cls(tuple((t.shape, t.dtype, t.requires_grad) for t in tensors), skeleton)
+        forms = ((t.shape, t.dtype, t.requires_grad) if _has_gradient(t) else t for t in tensors)
+        return cls(tuple(forms), skeleton)
 
     def make(self) -> Any:
         """Creates a tree of these shapes."""
-        made = [torch.empty(s, dtype=d).requires_grad_(grad) for s, d, grad in self.tensors]
-        return unflatten(made, self.skeleton)
+        return unflatten([_made(form) for form in self.tensors], self.skeleton)
 
     def gradients(self) -> DryMessage:
         """Returns the message that would come back for this one."""
-        wanted = [(s, d) for s, d, requires_grad in self.tensors if requires_grad]
-        return DryMessage.of(WeighedGradients([torch.empty(s, dtype=d) for s, d in wanted]))
+        made = [_made(form) for form in self.tensors]
+        wanted = [tensor.detach() for tensor in made if tensor.requires_grad]
+        return DryMessage.of(WeighedGradients([*wanted]))
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _made(form: tuple[torch.Size, torch.dtype, bool] | Tensor) -> Tensor:
+    if isinstance(form, Tensor):
+        return form
+    shape, dtype, requires_grad = form
+    return torch.empty(shape, dtype=dtype).requires_grad_(requires_grad)
 
 
 Sent = Mapping[int, DryMessage]

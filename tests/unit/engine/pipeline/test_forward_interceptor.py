@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.comms.channel import MemoryChannel
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stage import ForwardInterceptor
 from lightning_dist.engine.splitting.layers import LayerSequence
@@ -108,3 +109,24 @@ def test_a_step_may_change_its_batch(schedule: str, num_microbatches: int) -> No
     found = {name: value for state in states for name, value in state.items()}
     for name, expected in alone.state_dict().items():
         assert float((found[name] - expected).abs().max()) < 1e-12, name
+
+
+def test_both_ends_know_the_same_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the batch as it was before the step, point to point too."""
+    sent: dict[Any, list[Any]] = {}
+    received: dict[Any, list[Any]] = {}
+    send, receive = MemoryChannel.send, MemoryChannel.receive
+
+    def noted_send(self: MemoryChannel, tree: Any, *, tag: int = 0, key: Any = None) -> None:
+        sent.setdefault((id(self), tag), []).append(key)
+        send(self, tree, tag=tag, key=key)
+
+    def noted_receive(self: MemoryChannel, *, tag: int = 0, key: Any = None) -> Any:
+        received.setdefault((id(self), tag), []).append(key)
+        return receive(self, tag=tag, key=key)
+
+    monkeypatch.setattr(MemoryChannel, "send", noted_send)
+    monkeypatch.setattr(MemoryChannel, "receive", noted_receive)
+    run_ranks(make_model, shapes_of("1f1b", 2, (4, 4)), train_on_copies)
+    assert sent == received
+    assert any(key is not None for keys in sent.values() for key in keys)

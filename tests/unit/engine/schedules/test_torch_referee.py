@@ -87,6 +87,11 @@ def order_of_torch(name: str, rank: int, num_ranks: int, num_microbatches: int) 
     return of_torch._calculate_single_rank_operations(schedule, rank)  # type: ignore[no-any-return]
 
 
+def test_every_synchronous_schedule_is_compared() -> None:
+    """Those that torch does not have are named here."""
+    assert set(SYNCHRONOUS) - NAMES_IN_TORCH.keys() == set()
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", NAMES_IN_TORCH)
 def test_the_order_is_that_of_torch(name: str, sizes: tuple[int, int]) -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from lightning_dist.engine.tensors.tree import flatten, map_tensors, pickle_skeleton, unflatten
+from lightning_dist.engine.tensors.tree import (
+    flatten,
+    map_tensors,
+    own_copy,
+    pickle_skeleton,
+    unflatten,
+)
 
 
 def test_a_tuple_that_checks_its_arguments() -> None:
@@ -27,3 +35,29 @@ def test_a_skeleton_of_such_a_tuple_is_read_back() -> None:
     rebuilt = unflatten(tensors, read)["sequences"][0]
     assert isinstance(rebuilt, PackedSequence)
     assert all(a is b for a, b in zip(rebuilt, packed, strict=True))
+
+
+class Attributes(dict[str, Any]):
+    """Has its items as attributes, and a tensor with one."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def test_a_copy_is_of_the_same_class_and_has_memory_of_its_own() -> None:
+    batch = Attributes(x=torch.zeros(2))
+    batch.x.lengths = [1, 2]
+    copied = own_copy(batch)
+    copied.x.add_(1.0)
+    copied.x.lengths.append(3)
+    assert type(copied) is Attributes
+    assert batch.x.tolist() == [0.0, 0.0]
+    assert batch.x.lengths == [1, 2]
+
+
+def test_what_cannot_be_copied_stays() -> None:
+    batch = [threading.Lock()]
+    assert own_copy(batch) is batch
