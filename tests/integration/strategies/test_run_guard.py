@@ -126,4 +126,4 @@ def fail_behind() -> tuple[str, float]:
 def test_a_report_waits_for_no_news_when_the_rank_has_outlived_them(workers: WorkerPool) -> None:
     (error, seconds), _ = workers.run(2, fail_behind)
     assert error == "a later one"
-    assert seconds < 1.0  # the wait for news is of two seconds
+    assert seconds < 1.8  # the wait for news is of two seconds
