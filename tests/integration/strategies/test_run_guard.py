@@ -98,9 +98,10 @@ class Outliving(DDPStrategy):
 
 
 class FailsBehind(L.Callback):
-    """The last rank fails, and the others do when they have heard of that."""
+    """The last rank fails, and the others do when they have heard of that, and a pause later."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause: float) -> None:
+        self.pause = pause
         self.raised_at = self.reported_at = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -108,6 +109,7 @@ class FailsBehind(L.Callback):
         if trainer.global_rank == trainer.world_size - 1:
             raise KeyError("its own mistake")
         assert strategy.has_outlived.wait(20.0)
+        time.sleep(self.pause)
         self.raised_at = time.monotonic()
         raise RuntimeError("a later one")
 
@@ -115,8 +117,8 @@ class FailsBehind(L.Callback):
         self.reported_at = time.monotonic()
 
 
-def fail_behind() -> tuple[str, float]:
-    callback = FailsBehind()
+def fail_behind(pause: float) -> tuple[str, float]:
+    callback = FailsBehind(pause)
     trainer = make_trainer(devices=2, strategy=Outliving(), callbacks=[callback])
     with pytest.raises((KeyError, RuntimeError)) as caught:
         trainer.fit(make_module(), make_loader(16), make_loader(8))
@@ -124,6 +126,15 @@ def fail_behind() -> tuple[str, float]:
 
 
 def test_a_report_waits_for_no_news_when_the_rank_has_outlived_them(workers: WorkerPool) -> None:
-    (error, seconds), _ = workers.run(2, fail_behind)
+    (error, seconds), _ = workers.run(2, fail_behind, 0.0)
     assert error == "a later one"
     assert seconds < 1.8  # the wait for news is of two seconds
+
+
+@pytest.mark.long
+def test_a_report_waits_for_news_when_those_that_it_has_outlived_are_old(
+    workers: WorkerPool,
+) -> None:
+    (error, seconds), _ = workers.run(2, fail_behind, 2.5)
+    assert error == "a later one"
+    assert seconds > 1.9
