@@ -205,8 +205,10 @@ class StepRunner:
             )
         except NotCalledError as error:
             place = f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}"
-            error.args = (f"`training_step`, {place}: {error}",)
-            raise
+            mistake = ValueError(f"`training_step`, {place}: {error}")
+            for note in getattr(error, "__notes__", []):
+                mistake.add_note(note)
+            raise mistake from None  # it says all; with a cause it would not be shown briefly
         asked_alone = trainer.should_stop and not self._pipeline.stages.has_last
         trainer.should_stop = stopped_before or asked_alone
         self._deliver(self._num_held_back(), in_batch=True)

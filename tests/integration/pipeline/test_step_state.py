@@ -345,7 +345,7 @@ def warm_up(devices: int, schedule: str) -> tuple[dict[str, Tensor], float]:
     strategy: Any = PipelineStrategy(schedule=schedule) if devices > 1 else "auto"
     module = make_module(Warming)
     trainer = make_trainer(devices=devices, strategy=strategy, accumulate_grad_batches=2)
-    trainer.fit(module, make_loader())
+    trainer.fit(module, make_loader(), make_loader(8))
     return state_of(module), trainer.optimizers[0].param_groups[0]["lr"]
 
 
@@ -381,7 +381,7 @@ def save_inside_of_epochs(devices: int, folder: str) -> None:
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
     options = {"callbacks": saving, "enable_checkpointing": True, "max_epochs": 2}
     trainer = make_trainer(devices=devices, strategy=strategy, **options)
-    trainer.fit(make_module(Remembering), make_loader())
+    trainer.fit(make_module(Remembering), make_loader(), make_loader(8))
 
 
 def test_a_checkpoint_has_what_the_latest_step_keeps(workers: WorkerPool, tmp_path: Path) -> None:
