@@ -31,7 +31,8 @@ def syntax_of(function: Any) -> ast.Module | None:
 def own_name(code: ast.Module) -> str:
     """Returns the name that a method gives its own object, mostly ``self``; empty for none."""
     functions = (n for n in ast.walk(code) if isinstance(n, ast.FunctionDef | ast.Lambda))
-    names = [a for f in functions for a in (*f.args.posonlyargs, *f.args.args)]
+    method = next(functions, None)
+    names = [] if method is None else [*method.args.posonlyargs, *method.args.args]
     return names[0].arg if names else ""
 
 

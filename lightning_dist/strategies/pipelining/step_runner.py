@@ -38,12 +38,8 @@ from lightning_dist.strategies.base.run_setup import ChangeStep, Step, StepConte
 from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCall, RankZeroCalls
 from lightning_dist.strategies.pipelining.results.stage_metrics import StageMetrics
 from lightning_dist.strategies.pipelining.results.step_log import BatchLog, StepLog
-from lightning_dist.strategies.pipelining.results.step_state import (
-    Changes,
-    StepCounters,
-    StepRates,
-    StepState,
-)
+from lightning_dist.strategies.pipelining.results.step_rates import Changes, StepRates
+from lightning_dist.strategies.pipelining.results.step_state import StepCounters, StepState
 
 _EVALUATION_STEPS = {
     RunningStage.SANITY_CHECKING: "validation_step",

@@ -14,9 +14,6 @@ finds another partner on each.
 A step runs once for each micro-batch. So a counter in it, ``self.num += 1``, counts these, and a
 temperature that depends on it falls too fast. To count what a micro-batch has, such as its right
 predictions, is as right as on one device; so a counter is warned of, and left.
-
-A step may also set the optimizer's learning rate. All stages need that before their update, so it
-travels with the batch's outcome.
 """
 
 from __future__ import annotations
@@ -38,11 +35,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_group import gather_objects
-from lightning_dist.engine.stashing.learning_rates import (
-    changes_of_groups,
-    group_values,
-    install_values,
-)
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.fingerprints import fingerprint, projection
 from lightning_dist.engine.tensors.patch import surround_method
@@ -69,54 +61,6 @@ _BY_NAME = (
     " does, but by name: `followers = dict(teacher.named_parameters(remove_duplicate=False))`, and"
     " `followers[name].lerp_(p, 0.01)` for `name, p in model.named_parameters()`."
 )
-
-
-Changes = list[dict[str, Any]]
-"""Values of an optimizer's parameter groups that differ, by group."""
-
-
-class StepRates:
-    """Learning rates, and other values of the optimizer's groups, that training steps set.
-
-    Args:
-        is_late: Whether the update at hand may be an earlier batch's.
-    """
-
-    def __init__(self, trainer: pl.Trainer, *, is_late: bool) -> None:
-        self._trainer = trainer
-        self._is_late = is_late
-        self._before: list[Changes] = []
-
-    def begin_batch(self) -> None:
-        """Prepares for the steps of a batch."""
-        self._before = [group_values(optimizer) for optimizer in self._trainer.optimizers]
-
-    def take(self) -> list[Changes]:
-        """Returns what the steps of a batch have set, by optimizer; empty if nothing.
-
-        Raises:
-            ValueError: Steps have set something, and the update at hand is an earlier batch's.
-        """
-        changes = []
-        for before, optimizer in zip(self._before, self._trainer.optimizers, strict=True):
-            found = group_values(optimizer)[: len(before)]  # without groups that the step adds
-            changes.append(changes_of_groups(before, found))
-        names = sorted({name for groups in changes for group in groups for name in group})
-        if names and self._is_late:
-            raise ValueError(
-                f"`training_step` has changed {names} of the optimizer's parameter groups. Under an"
-                " asynchronous schedule the update at hand is an earlier batch's. Change them in"
-                " `on_train_batch_start`, or use a scheduler, or a synchronous schedule like"
-                " '1f1b'."
-            )
-        return changes if names else []
-
-    def install(self, changes: Sequence[Changes]) -> None:
-        """Sets what :meth:`take` has returned on the last stage."""
-        for optimizer, groups in zip(self._trainer.optimizers, changes, strict=False):
-            present = optimizer.param_groups
-            padded = [*groups, *({} for _ in present[len(groups) :])]  # a step may add groups
-            install_values(optimizer, padded[: len(present)])
 
 
 class StepState:

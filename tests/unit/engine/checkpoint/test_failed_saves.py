@@ -96,16 +96,17 @@ def test_one_file_takes_the_place_of_a_killed_save_of_shards(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["some.ckpt"]
 
 
+@pytest.mark.parametrize(("owner", "name"), [(shutil, "disk_usage"), (Path, "is_dir")])
 def test_a_disk_that_is_gone_does_not_hide_the_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     def gone(path: Path) -> None:
         raise OSError(116, "Stale file handle")
 
     def full(*_: Any) -> None:
+        monkeypatch.setattr(owner, name, gone)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shutil, "disk_usage", gone)
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(NotSavedError, match="not saved: OSError: .* No space left on device.$"):
         save_full(checkpoint(1), tmp_path / "some.ckpt")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from lightning_dist.engine.comms.channel import MemoryChannel
 from lightning_dist.strategies.mesh_runtime.dry.channel import DryMessage, DrySender, dry_links
@@ -16,6 +18,13 @@ def test_what_is_sent_comes_out_as_shapes() -> None:
     assert made["name"] == "a"
     assert (made["x"].shape, made["x"].requires_grad) == ((2, 3), True)
     assert (made["mask"].dtype, made["mask"].requires_grad) == (torch.bool, False)
+
+
+def test_integers_keep_their_values_which_may_be_sizes() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
+    out, _ = nn.GRU(2, 4)(DryMessage.of(packed).make())
+    assert out.batch_sizes.tolist() == [2, 1, 1]
+    assert out.data.shape == (4, 4)
 
 
 def ignore(_: int) -> None: ...
