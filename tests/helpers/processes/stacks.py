@@ -15,7 +15,8 @@ NAME = "stacks"
 def written_after(seconds: float) -> Iterator[None]:
     """Writes the stacks of all threads of this process once, if the block lasts for that long.
 
-    Not at a signal: Lightning sets the handlers of all signals back that it knows.
+    Not at a signal: Lightning sets the handlers of all signals back that it knows. The block
+    should wait when they are written, since no lock guards the frames of code that runs.
     """
     file = os.memfd_create(NAME)  # nothing is left in a folder when the process is killed
     faulthandler.dump_traceback_later(seconds, file=file)
