@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_dist.engine.checkpoint.saved_names import FirstNames
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.tensors.dtensor import replicate_like, shard_like
-from lightning_dist.engine.tensors.tree import flatten, map_tensors
+from lightning_dist.engine.tensors.tree import map_tensors, tensors_in
 
 GroupNames = list[list[str]]
 """Names of the whole model's parameters in each group, in the order of the groups."""
@@ -179,7 +179,7 @@ def split_entries(entries: Mapping[Any, Any]) -> tuple[dict[str, Tensor], dict[A
         if isinstance(value, Tensor) and isinstance(key, str) and key.isidentifier()
     }
     others = {key: value for key, value in entries.items() if key not in named}
-    numbered = {str(number): tensor for number, tensor in enumerate(flatten(others)[0])}
+    numbered = {str(number): tensor for number, tensor in enumerate(tensors_in(others))}
     return {**named, **numbered}, map_tensors(lambda _: torch.empty(0), others)
 
 

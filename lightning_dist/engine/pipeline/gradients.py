@@ -112,14 +112,13 @@ class HeldGradients:
         Returns:
             One gradient for each input.
         """
-        before = self._held_before(parameters, update)
-        with (
-            _in_leaves(inputs, [None] * len(inputs)) as of_inputs,
-            _in_leaves([*parameters.values()], before) as found,
-        ):
+        before, count = self._held_before(parameters, update), len(inputs)
+        leaves = [*inputs, *parameters.values()]
+        with _in_leaves(leaves, [*([None] * count), *before]) as found:
             if outputs:
                 backward(outputs, gradients)
-        self._keep(parameters, before, found, [*gradients, *of_inputs], update)
+        of_inputs = found[:count]
+        self._keep(parameters, before, found[count:], [*gradients, *of_inputs], update)
         return of_inputs
 
     def parting(
@@ -154,14 +153,19 @@ class HeldGradients:
         others: Sequence[Tensor | None],
         update: int,
     ) -> None:
-        new = [None if g is earlier else g for g, earlier in zip(found, before, strict=True)]
+        new = [
+            (name, parameter, gradient, earlier)
+            for (name, parameter), gradient, earlier in zip(
+                parameters.items(), found, before, strict=True
+            )
+            if gradient is not None and gradient is not earlier
+        ]
+        if not new:  # autograd has added to the held ones, as it does behind an update's first
+            return
         held = self._held.setdefault(update, {})
         # Held gradients are added to and clipped in place, so they must share no memory.
-        are_shared = have_shared_memory(new, others)
-        rows = zip(parameters.items(), before, new, are_shared, strict=True)
-        for (name, parameter), earlier, gradient, is_shared in rows:
-            if gradient is None:
-                continue
+        are_shared = have_shared_memory([gradient for *_, gradient, _ in new], others)
+        for (name, parameter, gradient, earlier), is_shared in zip(new, are_shared, strict=True):
             dtype = self._dtype or gradient.dtype
             # The gradient is a new sum already where one of both is sparse, the other is not.
             if name in held and earlier is None:
@@ -179,8 +183,9 @@ def _in_leaves(
     """Puts gradients into leaves for a while; yields a list that at the end has the new ones."""
     found: list[Tensor | None] = []
     before = [leaf.grad for leaf in leaves]
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        leaf.grad = gradient
+    for leaf, gradient, own in zip(leaves, gradients, before, strict=True):
+        if gradient is not own:  # often there is neither
+            leaf.grad = gradient
     try:
         yield found
         found.extend(leaf.grad for leaf in leaves)

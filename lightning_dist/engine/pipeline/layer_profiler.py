@@ -30,7 +30,7 @@ from lightning_dist.engine.stashing.versions import version_bytes
 from lightning_dist.engine.tensors.compiler import PausedCompiler
 from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.observers import CallWatch
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
@@ -138,7 +138,7 @@ class LayerProfiler:
         if start is None:
             return
         self._forwards.append((index, start, self._recorder.mark()))
-        tensors = [t for t in flatten(output)[0] if t is not None]
+        tensors = tensors_in(output)
         if index not in self._sizes:
             meter = self._meters.pop(index)
             meter.__exit__()
@@ -217,7 +217,7 @@ def _shares_of_weights(spans: Iterable[Span]) -> dict[int, float]:
 
 def _resident_bytes(layer: nn.Module, states: Mapping[Tensor, Any]) -> int:
     parameters = list(layer.parameters())
-    kept = flatten([states[p] for p in parameters if p in states])[0]
+    kept = tensors_in([states[p] for p in parameters if p in states])
     tensors = (*parameters, *layer.buffers(), *kept)
     of_gradients = version_bytes(parameters)
     return of_gradients + sum(local_part(tensor.detach()).nbytes for tensor in tensors)

@@ -50,7 +50,7 @@ from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.tensors.compiler import keep_saved_tensors
 from lightning_dist.engine.tensors.patch import add_with_hooks, has_gradient_hooks
-from lightning_dist.engine.tensors.rng import python_state_kept
+from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.samples import batch_size_of
 
 OnComplete = Callable[[int, dict[str, Tensor]], None]
@@ -201,7 +201,7 @@ class Pipeline:
         for stage in self.stages.values():
             stage.begin_batch(overlaps=self.asynchronous)
         self._loss_scales[self.batches_since_drain if self.asynchronous else 0] = loss_scale
-        with python_state_kept():
+        with random_state_kept(self.stages.options.device):
             work = Work(numbered, step, gradient_scale, name, loss_scale)
             results = self._run(actions, work, on_results)
         for stage in () if self.has_gradients else self.stages.values():
@@ -251,7 +251,7 @@ class Pipeline:
         numbered = {microbatch.index: microbatch for microbatch in microbatches}
         work = Work(numbered, step, 1.0, name)
         self._num_evaluated += 1
-        with python_state_kept():
+        with random_state_kept(self.stages.options.device):
             return self._runtime.run(self._rounds.evaluation(count), work)
 
     def install_gradients(

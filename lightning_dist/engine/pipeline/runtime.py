@@ -27,7 +27,7 @@ from lightning_dist.engine.pipeline.step_checks import compares_samples, warn_of
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.timeline import SpanKind
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 
 Place = tuple[int, int]
 """A stage and a micro-batch."""
@@ -120,16 +120,16 @@ class Runtime:
         """
         self._first.clear()
         self._shapes.clear()
+        start = self._recorder.mark()
         for action in actions:
             place = (action.stage_index, action.microbatch_index)
             handle, span_kind = self._handlers[action.kind]
-            start = self._recorder.mark()
             try:
                 handle(place, work)
             except BaseException as error:
                 error.add_note(self._describe_failure(action, work))
                 raise
-            self._recorder.record(span_kind, action, start)
+            start = self._recorder.record(span_kind, action, start)
         results, self._results = self._results, {}
         own = {i: result for (s, i), result in results.items() if self._stages[s].is_last}
         return [own[index] for index in sorted(own)]
@@ -206,13 +206,13 @@ class Runtime:
 
     def _shapes_of(self, index: int, work: Work) -> tuple[Hashable, ...]:
         if index not in self._shapes:
-            tensors, _ = flatten(work.microbatches[index].content)
+            tensors = tensors_in(work.microbatches[index].content)
             self._shapes[index] = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         return self._shapes[index]
 
     def _note_activation(self, before: int, activation: Any) -> Hashable:
         """Notes the first activation of a batch; returns what both ends know of its gradients."""
-        infos = tuple(TensorInfo.of(tensor) for tensor in flatten(activation)[0])
+        infos = tuple(TensorInfo.of(tensor) for tensor in tensors_in(activation))
         self._first.setdefault(before, infos)
         return infos
 
@@ -287,5 +287,4 @@ class Runtime:
 
 
 def _describe(tree: Any) -> str:
-    tensors = [t for t in flatten(tree)[0] if t is not None]
-    return ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors) or "no tensors"
+    return ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors_in(tree)) or "no tensors"

@@ -25,9 +25,9 @@ from lightning_dist.engine.splitting.layers import Layers, StepInterceptor
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
 from lightning_dist.engine.stashing.versions import SwappedWeights, WeightPolicy, WeightVersion
 from lightning_dist.engine.tensors.patch import replace_method
-from lightning_dist.engine.tensors.rng import seed_python, seeded
+from lightning_dist.engine.tensors.rng import seed_all, seeded
 from lightning_dist.engine.tensors.samples import warn_of_time_first
-from lightning_dist.engine.tensors.tree import flatten, map_tensors
+from lightning_dist.engine.tensors.tree import map_tensors, tensors_in
 
 Step = Callable[[Microbatch], Any]
 """The user's step on one micro-batch; returns the loss or the outputs on the last stage."""
@@ -199,7 +199,7 @@ class Stage:
             microbatch: The piece of the batch.
             received: The previous stage's output; ignored on the first stage.
             step: The user's step.
-            seed: Names the random numbers. The caller must save Python's and numpy's states.
+            seed: Names the random numbers. The caller must save the generators' states.
 
         Returns:
             The layers' output to send on, or the user's step's result on the last stage.
@@ -235,9 +235,8 @@ class Stage:
             own_step = partial(step, own)
             return self._interceptor.run(own_step, layers, leaves=not self.is_last)
 
-        seed_python(*name)
-        with seeded(*name, device=self._place.device):
-            result = self._swapped.run(weights, in_step)
+        seed_all(*name, device=self._place.device)
+        result = self._swapped.run(weights, in_step)
         if has_backward:
             if self._recomputes:  # the backward uses other weights, so these need not stay
                 weights = WeightVersion(weights.index, copies=weights.copies)
@@ -349,7 +348,7 @@ class Stage:
 
 
 def _differentiable(tree: Any) -> list[Tensor]:
-    return [t for t in flatten(tree)[0] if t.requires_grad]
+    return [t for t in tensors_in(tree) if t.requires_grad]
 
 
 def _cut_from_graph(tensor: Tensor) -> Tensor:

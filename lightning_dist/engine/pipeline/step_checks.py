@@ -32,7 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_dist.engine.pipeline.split_backward import nodes_beneath
 from lightning_dist.engine.tensors.fingerprints import projection
 from lightning_dist.engine.tensors.patch import has_gradient_hooks
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 
 # Logits of a large vocabulary have more, and need several times their memory to be looked at.
 _MOST_ELEMENTS = 1 << 20
@@ -60,7 +60,7 @@ def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> No
     ]
     if not held:
         return
-    beneath = nodes_beneath([t for t in flatten(output)[0] if t.requires_grad])
+    beneath = nodes_beneath([t for t in tensors_in(output) if t.requires_grad])
     for name, tensor in held:
         if tensor.grad_fn not in beneath:
             raise ValueError(
@@ -219,7 +219,7 @@ class ModuleCalls:
     def note(self, index: int, call: Any) -> None:
         """Notes the arguments of a micro-batch's call, a tree of tensors."""
         if self._now is not None:
-            notes = [_note_of(tensor) for tensor in flatten(call)[0]]
+            notes = [_note_of(tensor) for tensor in tensors_in(call)]
             self._now.setdefault(index, []).append(notes)
 
     def take(self) -> CallNotes | None:

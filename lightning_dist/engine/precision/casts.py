@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.tensors.patch import TracedHook, hooks_of
-from lightning_dist.engine.tensors.tree import flatten, map_tensors
+from lightning_dist.engine.tensors.patch import TracedHook, hooks_of, replaced
+from lightning_dist.engine.tensors.tree import map_tensors, tensors_in
 
 
 class HalfCasts:
@@ -86,7 +86,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     def is_other(tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.dtype != dtype
 
-    if not any(is_other(tensor) for tensor in flatten(tree)[0]):
+    if not any(is_other(tensor) for tensor in tensors_in(tree)):
         return tree
     return map_tensors(lambda t: t.to(dtype) if is_other(t) else t, tree)
 
@@ -118,20 +118,14 @@ def swapped_parameters(module: nn.Module, copies: Copies) -> Iterator[None]:
         module: The module, of any depth; a shared parameter is swapped everywhere.
         copies: Copies by parameter; copies of other modules' parameters are ignored.
     """
-    # The dict that `functional_call` writes to. `setattr` would change the parameters' order.
-    places = [
-        (part._parameters, name, parameter)
+    entries = [
+        (part._parameters, name, copies[parameter])
         for part in module.modules()
         for name, parameter in part._parameters.items()
         if parameter is not None and parameter in copies
     ]
-    for parameters, name, parameter in places:
-        parameters[name] = copies[parameter]  # type: ignore[assignment]
-    try:
+    with replaced(entries):
         yield
-    finally:
-        for parameters, name, parameter in places:
-            parameters[name] = parameter
 
 
 @dataclass(frozen=True, slots=True)

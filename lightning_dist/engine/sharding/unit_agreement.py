@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.tree import flatten, map_tensors
+from lightning_dist.engine.tensors.tree import map_tensors, tensors_in
 
 _STEPS_LOOKED_AT = 8
 _ADVICE = (
@@ -112,7 +112,7 @@ class UnitAgreement:
     def _before_unit(
         self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        tensors, _ = flatten((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         is_training = torch.is_grad_enabled()
         is_own = is_training and any(tensor.requires_grad for tensor in tensors)
         place = len(self._ran), index

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.observers import DependenceWatch
-from lightning_dist.engine.tensors.tree import flatten, map_tensors
+from lightning_dist.engine.tensors.tree import flatten, map_tensors, tensors_in
 
 _INSTEAD = (
     "Let PipelineStrategy trace the model with layers='trace', or put an `nn.Sequential` of layers"
@@ -190,7 +190,7 @@ class BlockRoute:
                 f" in the model's pipeline plan: `model.pp_plan = {{...}}`, with its inputs and"
                 " outputs like those of the other parts."
             )
-        given = flatten((arguments, keywords))[0]
+        given = tensors_in((arguments, keywords))
         device = given[0].device if given else torch.device("cpu")
         returned = self._shapes_of(name, empty, (arguments, keywords))
         return self._marked(map_tensors(partial(_unknown, device=device), returned))

@@ -16,17 +16,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist.engine.tensors.dtensor import local_part
+from lightning_dist.engine.tensors.patch import replaced
 
 T = TypeVar("T")
 
@@ -259,7 +259,7 @@ class Stashed(WeightPolicy):
             self._stashed.remove(version)
 
 
-class SwappedWeights(nn.Module):
+class SwappedWeights:
     """Swaps the weights of layers for those of a version, in forwards and in backwards.
 
     In a backward, layers that recompute their activations (``torch.utils.checkpoint``) read their
@@ -273,25 +273,16 @@ class SwappedWeights(nn.Module):
     """
 
     def __init__(self, layers: nn.Module, root: nn.Module | None = None) -> None:
-        super().__init__()
-        self.layers = layers
-        self._places = _places(layers)
-        self._elsewhere = [] if root is None else _places_elsewhere(layers, root)
+        self._places = _places(layers, [] if root is None else [*root.modules()])
 
     def run(self, version: WeightVersion, function: Callable[[], T]) -> T:
         """Runs a function with a version's aliases, if any, in place of the layers' weights."""
-        if not version.aliases:
+        aliases = version.aliases
+        if not aliases:
             return function()
-        # Not by torch's `tie_weights`: if a module has two names, that takes the alias set under
-        # the first name for the module's own weight, and leaves the alias there.
-        swapped = {
-            f"layers.{place}": alias
-            for name, alias in version.aliases.items()
-            for place in self._places.get(name, [name])
-        }
-        with _swapped_elsewhere(self._elsewhere, version.aliases):
-            result: T = torch.func.functional_call(self, swapped, (function,), tie_weights=False)
-        return result
+        places = self._places
+        with replaced([(own, key, aliases[name]) for own, key, name in places if name in aliases]):
+            return function()
 
     def backward(
         self, version: WeightVersion, roots: Sequence[Tensor], gradients: Sequence[Tensor]
@@ -299,45 +290,24 @@ class SwappedWeights(nn.Module):
         """Runs autograd from roots, as :meth:`run` runs a function."""
         self.run(version, lambda: torch.autograd.backward(roots, gradients))
 
-    def forward(self, function: Callable[[], T]) -> T:
-        """Runs a function."""
-        return function()
+
+Place = tuple[dict[str, Any], str, str]
+"""A module's parameters or buffers, the name of one in that module, and its name in the stage."""
 
 
-def _places(layers: nn.Module) -> dict[str, list[str]]:
-    """Returns all paths of each parameter and buffer, by its first path."""
-    known: dict[int, list[str]] = {}
-    for path, part in layers.named_modules():
-        own = {"prefix": path, "recurse": False, "remove_duplicate": False}
-        for place, tensor in chain(part.named_parameters(**own), part.named_buffers(**own)):
-            known.setdefault(id(tensor), []).append(place)
-    return {places[0]: places for places in known.values()}
-
-
-Place = tuple[dict[str, nn.Parameter | None], str, str]
-"""A module's parameters, the name of one in that module, and its name in the stage."""
-
-
-def _places_elsewhere(layers: nn.Module, root: nn.Module) -> list[Place]:
-    """Returns the places where other modules have a parameter of the layers."""
-    names = {id(parameter): name for name, parameter in layers.named_parameters()}
-    own = {id(part._parameters) for part in layers.modules()}
-    return [
-        (part._parameters, place, names[id(parameter)])
-        for part in root.modules()
-        if id(part._parameters) not in own
-        for place, parameter in part._parameters.items()
-        if id(parameter) in names
+def _places(layers: nn.Module, others: Sequence[nn.Module]) -> list[Place]:
+    """Returns where layers have their parameters and buffers, and other modules the parameters."""
+    named = chain(layers.named_parameters(), layers.named_buffers())
+    names = {id(tensor): name for name, tensor in named}
+    own = [*layers.modules()]
+    seen = {id(part) for part in own}
+    held = [
+        *(tensors for part in own for tensors in (part._parameters, part._buffers)),
+        *(part._parameters for part in others if id(part) not in seen),
     ]
-
-
-@contextmanager
-def _swapped_elsewhere(places: Sequence[Place], aliases: Mapping[str, Tensor]) -> Iterator[None]:
-    swapped = [(own, place, own[place], aliases[n]) for own, place, n in places if n in aliases]
-    for own, place, _, alias in swapped:
-        own[place] = alias  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for own, place, parameter, _ in swapped:
-            own[place] = parameter
+    return [
+        (tensors, key, names[id(tensor)])
+        for tensors in held
+        for key, tensor in tensors.items()
+        if id(tensor) in names
+    ]

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_dist.engine.tensors.dtensor import local_part
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 
 Watch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 """Called with each operation: the function, its positional and keyword arguments, its result."""
@@ -87,11 +87,11 @@ class DependenceWatch(OperationWatch):
 
     def mark(self, tree: Any) -> None:
         """Marks a tree's tensors."""
-        self._marked.update(_memory_of(t) for t in flatten(tree)[0] if not t.is_sparse)
+        self._marked.update(_memory_of(t) for t in tensors_in(tree) if not t.is_sparse)
 
     def has_marked(self, tree: Any) -> bool:
         """Returns whether one of a tree's tensors is marked."""
-        return any(not t.is_sparse and _memory_of(t) in self._marked for t in flatten(tree)[0])
+        return any(not t.is_sparse and _memory_of(t) in self._marked for t in tensors_in(tree))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The hooks of modules and parameters, and the replacement of a method of one object.
+"""The hooks of modules and parameters, and replacements: of a method, of modules' tensors.
 
 No public function lists a module's or a tensor's hooks, or removes them without their handles. So
 this module uses four private names of torch. No other module uses them, and tests of the callers
@@ -11,7 +11,7 @@ gradient. If a stage computes with other versions of its weights, autograd would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, TypeAlias
@@ -23,6 +23,9 @@ from lightning_dist.engine.tensors.dtensor import is_dtensor
 
 Undo: TypeAlias = Callable[[], None]
 """Undoes a change; returned by the function that makes the change."""
+
+Entry: TypeAlias = tuple[dict[str, Any], str, Any]
+"""A dict, a key of it, and another value for the key."""
 
 
 class TracedHook(partial[Any]):
@@ -88,6 +91,23 @@ def user_state_kept(module: nn.Module) -> Iterator[None]:
     yield
     for parameter, state in states:
         set_user_state(parameter, state)
+
+
+@contextmanager
+def replaced(entries: Sequence[Entry]) -> Iterator[None]:
+    """Replaces entries of dicts while the context manager is entered.
+
+    The dicts are those of modules' parameters and buffers. ``setattr`` would change the order of
+    the parameters, and ``torch.func.functional_call`` would look each name up anew.
+    """
+    before = [own[key] for own, key, _ in entries]
+    for own, key, value in entries:
+        own[key] = value
+    try:
+        yield
+    finally:
+        for (own, key, _), value in zip(entries, before, strict=True):
+            own[key] = value
 
 
 def replace_method(owner: object, name: str, method: Callable[..., Any]) -> Undo:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 
 
 def _getters(*names: str) -> set[Any]:
@@ -95,14 +95,14 @@ class UnknownValues(Tensor):
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = flatten((args, kwargs))[0]
+        given = tensors_in((args, kwargs))
         unknown = next(tensor for tensor in given if isinstance(tensor, UnknownValues))
         known = [t for t in given if isinstance(t, Tensor) and not isinstance(t, UnknownValues)]
         is_written = any(not isinstance(t, UnknownValues) for t in _writes_into(func, args))
         if is_written or any(tensor.numel() > 1 for tensor in known):
             raise ValueError(unknown._reason)
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        for made in flatten(result)[0]:
+        for made in tensors_in(result):
             if isinstance(made, UnknownValues):
                 made._reason = unknown._reason
         return result
@@ -123,7 +123,7 @@ def _writes_into(func: Any, args: tuple[Any, ...]) -> list[Any]:
     name = getattr(func, "__name__", "")
     is_operator = name == "__setitem__" or (name.startswith("__i") and name not in _READS)
     in_place = name.endswith("_") and not name.endswith("__")
-    return flatten(args[0])[0] if is_operator or in_place else []
+    return tensors_in(args[0]) if is_operator or in_place else []
 
 
 def absent(like: Tensor, dtype: torch.dtype, device: torch.device, reason: str) -> Tensor:
@@ -159,5 +159,5 @@ def _has_no_values(made: Tensor) -> bool:
 
 
 def _refusal(given: Any) -> ValueError:
-    absent_ones = (t for t in flatten(given)[0] if isinstance(t, RemoteTensor))
+    absent_ones = (t for t in tensors_in(given) if isinstance(t, RemoteTensor))
     return ValueError(next(absent_ones)._reason)

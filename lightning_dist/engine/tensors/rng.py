@@ -44,29 +44,15 @@ def seeded(*identity: int, device: torch.device) -> Iterator[None]:
 
 
 def seed_all(*identity: int, device: torch.device) -> None:
-    """Seeds torch's, Python's and numpy's generators as :func:`seeded`, and leaves them so."""
-    for generator in generators_of(device):
-        generator.manual_seed(seed_of(identity))
-    seed_python(*identity)
+    """Seeds torch's, Python's and numpy's generators as :func:`seeded`, and leaves them so.
 
-
-def seed_python(*identity: int) -> None:
-    """Seeds Python's and numpy's generators as :func:`seeded`; see :func:`python_state_kept`."""
+    See :func:`random_state_kept`, which takes a tenth of a millisecond and serves a whole batch.
+    """
     seed = seed_of(identity)
+    for generator in generators_of(device):
+        generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-@contextmanager
-def python_state_kept() -> Iterator[None]:
-    """Puts the state of Python's and numpy's generators back at the end."""
-    # No part of the seeding, for it takes a tenth of a millisecond and serves a whole batch.
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def python_state() -> bytes:
@@ -77,11 +63,17 @@ def python_state() -> bytes:
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """Puts the state of the generators of torch, the device, Python and numpy back at the end."""
-    states = random_states(device)
+    generators = generators_of(device)
+    # Not by `random_states`, whose arrays cannot be made in a dry run.
+    states = [generator.get_state() for generator in generators]
+    python, numpys = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        set_random_states(states, device)
+        random.setstate(python)
+        np.random.set_state(numpys)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def seed_of(identity: tuple[int, ...]) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.tree import flatten, map_leaves
+from lightning_dist.engine.tensors.tree import map_leaves, tensors_in
 
 
 class SampleList(list[Any]):
@@ -61,7 +61,7 @@ class Samples:
 
     def _is_of_one(self, entry: Any) -> bool:
         if isinstance(entry, Mapping):
-            tensors = flatten(entry)[0]
+            tensors = tensors_in(entry)
             return any(t.ndim == 0 or len(t) != self.count for t in tensors) or not tensors
         return not isinstance(entry, Tensor | list | tuple) and not is_dataclass(entry)
 
@@ -96,7 +96,7 @@ def samples_of(batch: Any) -> Samples:
         if tells and set(_sizes(rest)) <= {length}:
             return Samples(length, has_rows=True)
     if len(sizes) > 1:
-        shapes = [tuple(t.shape) for t in flatten(batch)[0] if t.ndim > 0]
+        shapes = [tuple(t.shape) for t in tensors_in(batch) if t.ndim > 0]
         raise ValueError(
             f"The tensors of a batch must have the samples in their first dim, but their first dims"
             f" are {sizes} (shapes {shapes}). Give tensors that are not per sample another place"
@@ -107,7 +107,7 @@ def samples_of(batch: Any) -> Samples:
 
 
 def _sizes(tree: Any) -> list[int]:
-    return sorted({len(t) for t in flatten(tree)[0] if t.ndim > 0})
+    return sorted({len(t) for t in tensors_in(tree) if t.ndim > 0})
 
 
 def _without(

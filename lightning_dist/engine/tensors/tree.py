@@ -17,6 +17,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -72,6 +73,29 @@ def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapp
     return type(original)(items)  # type: ignore[call-arg]
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Lists a tree's tensors in the order of :func:`flatten`."""
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
+    # In the order of `map_leaves`, which would build each container anew.
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            if field.init:
+                _collect(getattr(tree, field.name), found)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            _collect(value, found)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            _collect(value, found)
+
+
 def flatten(tree: Any) -> tuple[list[Tensor], Any]:
     """Returns a tree's tensors in a fixed order, and the tree with a :class:`Slot` for each."""
     tensors: list[Tensor] = []
@@ -120,9 +144,30 @@ def own_copy(tree: Any) -> Any:
     Not by :func:`map_tensors`: batches may be of any class, and tensors may have attributes.
     """
     try:
-        return copy.deepcopy(tree)
+        return copy.deepcopy(tree, _clones(tensors_in(tree)))
     except Exception:  # of any class, by whatever is in it: a result of autograd, a lock
         return tree
+
+
+def _clones(tensors: list[Tensor]) -> dict[int, Any]:
+    """Returns a clone of each tensor by the tensor's id, if a deepcopy would make equal ones.
+
+    A deepcopy of a tensor takes ten times as long.
+    """
+    if not all(map(_is_plain, tensors)) or len({t.data_ptr() for t in tensors}) < len(tensors):
+        return {}
+    return {id(tensor): tensor.clone() for tensor in tensors}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has the whole of its memory, and nothing else."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or vars(tensor))
+        and tensor.is_contiguous()
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+    )
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

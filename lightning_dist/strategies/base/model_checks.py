@@ -23,7 +23,7 @@ from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.data_parallel.missing_gradients import some_names
 from lightning_dist.engine.stashing.learning_rates import group_values
 from lightning_dist.engine.tensors.dtensor import is_dtensor, is_overcut, local_part
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 
 _LOG_FOR_ALL = (
@@ -161,7 +161,7 @@ def _find_plain_shard(
             if own is None or own == parameter.shape:  # what is like both cannot be told
                 continue
             # One element may be a number of its own, a count of steps say.
-            kept = [v for v in flatten(entries)[0] if v.numel() > 1 and not is_dtensor(v)]
+            kept = [v for v in tensors_in(entries) if v.numel() > 1 and not is_dtensor(v)]
             if any(value.shape == own for value in kept):
                 name = names.get(id(parameter), "")
                 return type(optimizer).__name__, name, tuple(own), tuple(parameter.shape)

@@ -25,7 +25,7 @@ from lightning_dist.engine.pipeline.microbatch import Microbatch, merge, weight_
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stage import NotCalledError
 from lightning_dist.engine.pipeline.step_checks import CallNotes, check_calls, warn_of_comparison
-from lightning_dist.engine.tensors.tree import flatten, map_tensors, own_copy
+from lightning_dist.engine.tensors.tree import map_tensors, own_copy, tensors_in
 from lightning_dist.strategies.base.lightning_internals import (
     as_of_training_step,
     forget_step_values,
@@ -368,4 +368,4 @@ def _scalars_of(results: list[Any]) -> list[Any]:
 
 
 def _is_scalar(value: Any) -> bool:
-    return (isinstance(value, Tensor) and value.numel() == 1) or not flatten(value)[0]
+    return (isinstance(value, Tensor) and value.numel() == 1) or not tensors_in(value)

@@ -22,7 +22,7 @@ from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKind
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 from recipes.gpt import GPT, build_gpt
 from tests.helpers.gpt_parity import BATCH_SIZE, data, make_gpt
 from tests.helpers.networks.models import make_trainer
@@ -168,7 +168,7 @@ def train_a_step(case: Case) -> Held:
 
 def _noted(counting: Counting, send: Any, tree: Any, **numbers: int) -> None:
     counting.counts["send", "pp"] += 1
-    counting.bytes["send", "pp"] += sum(t.nbytes for t in flatten(tree)[0])
+    counting.bytes["send", "pp"] += sum(t.nbytes for t in tensors_in(tree))
     send(tree, **numbers)
 
 

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from lightning_dist.engine.comms.channel import MemoryChannel
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 
 
 class OwnStream:
@@ -64,7 +64,7 @@ class _SettledChannel(MemoryChannel):
     def receive(self, *, tag: int = 0, key: Hashable = None) -> Any:
         tree = super().receive(tag=tag, key=key)
         current = self._streams.current_stream(self._device)
-        for tensor in flatten(tree)[0]:
+        for tensor in tensors_in(tree):
             if tensor.device.type == self._device.type:  # a group may have tensors on the host
                 tensor.record_stream(current)  # else its memory is used again by the sender
         return tree

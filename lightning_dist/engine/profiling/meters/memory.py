@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.observers import SavedTensorsWatch
 from lightning_dist.engine.tensors.remote_tensor import RemoteTensor
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 
 
 class ActivationMeter:
@@ -126,8 +126,8 @@ def gradient_bytes(parameters: Iterable[Tensor]) -> int:
 
 def optimizer_bytes(optimizers: Iterable[Optimizer]) -> int:
     """Returns the bytes of the states of this rank's optimizers, without step counts."""
-    kept = (t for o in optimizers for t in flatten([*o.state.values()])[0])
-    return bytes_of(t for t in kept if t is not None and t.dim() > 0)
+    kept = (t for o in optimizers for t in tensors_in([*o.state.values()]))
+    return bytes_of(t for t in kept if t.dim() > 0)
 
 
 class WeightsInUse:

@@ -1,8 +1,8 @@
 """The recorder of a rank's spans: the measured side of the timeline.
 
-Each action costs two clock readings and one tuple. Everything else is computed when spans are read.
-On a GPU the clock is a CUDA event. So a span is the time on the device, not the time of the launch,
-and no action waits for the device.
+Each action costs one clock reading and one tuple, since it begins where the one before has ended.
+Everything else is computed when spans are read. On a GPU the clock is a CUDA event. So a span is
+the time on the device, not the time of the launch, and no action waits for the device.
 """
 
 from __future__ import annotations
@@ -112,9 +112,11 @@ class Recorder:
         """Reads the clock, for :meth:`record`."""
         return self._clock.mark()
 
-    def record(self, kind: SpanKind, action: Action, start: Any) -> None:
-        """Records a span that began at a mark from :meth:`mark` and ends now."""
-        self._marks.append((self._stretch, kind, action, start, self.mark()))
+    def record(self, kind: SpanKind, action: Action, start: Any) -> Any:
+        """Records a span that began at a mark from :meth:`mark` and ends now; returns its end."""
+        end = self.mark()
+        self._marks.append((self._stretch, kind, action, start, end))
+        return end
 
     def seconds(self, mark: Any) -> float:
         """Turns a mark from :meth:`mark` into seconds since the epoch."""

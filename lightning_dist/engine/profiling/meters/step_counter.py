@@ -22,14 +22,14 @@ from lightning_dist.engine.profiling.meters.memory import ActivationMeter, Weigh
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter, packet_of
 from lightning_dist.engine.profiling.record import StepCount
 from lightning_dist.engine.tensors.observers import OperationWatch, Watch
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 
 _TOKENS = ("input_ids", "tokens")
 
 
 def num_samples(batch: Any) -> int:
     """Counts samples by the first dim of a tree's first tensor; 0 if there is none."""
-    sizes = (t.shape[0] for t in flatten(batch)[0] if t.dim() > 0)
+    sizes = (t.shape[0] for t in tensors_in(batch) if t.dim() > 0)
     return next(sizes, 0)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.planning.traffic import MessageKind, TrafficLedger
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 
 _DIRECT, _FUNCTIONAL = torch.ops.c10d, torch.ops._c10d_functional
 
@@ -91,4 +91,4 @@ def packet_of(func: Any) -> Any:
 
 
 def _bytes_of(argument: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in flatten(argument)[0])
+    return sum(t.numel() * t.element_size() for t in tensors_in(argument))

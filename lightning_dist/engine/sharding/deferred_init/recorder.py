@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_dist.engine.sharding.deferred_init.tape import Operation, Reference, Tape
-from lightning_dist.engine.tensors.tree import flatten, map_tensors
+from lightning_dist.engine.tensors.tree import flatten, map_tensors, tensors_in
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
         if self.aside:
             return func(*args, **kwargs)
         with self.set_aside():
-            tensors, _ = flatten((args, kwargs))
+            tensors = tensors_in((args, kwargs))
             foreign = [t for t in tensors if t.is_meta and not self.tape.knows(t)]
             deferred = any(map(self.tape.knows, tensors))
             if deferred and foreign:
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _append(self, operation: Operation, returned: Any) -> None:
-        tensors = flatten(returned)[0]
+        tensors = tensors_in(returned)
         if any(tensor.is_meta and not self.tape.knows(tensor) for tensor in tensors):
             results = tuple(self.tape.refer(tensor) for tensor in tensors)
             writes = operation.writes | {result.storage for result in results}
@@ -166,7 +166,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
         argument.name: value for argument, value in zip(arguments, args, strict=False)
     } | kwargs
     changed = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return flatten([given.get(name) for name in changed])[0]
+    return tensors_in([given.get(name) for name in changed])
 
 
 def _generator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
@@ -187,7 +187,7 @@ def _stand_in(func: Any, real: Any, written: list[Tensor], kwargs: dict[str, Any
         return written[0] if len(written) == 1 else tuple(written)
     if kwargs.get("device") not in (None, META):  # the caller may read a CPU tensor's bytes
         return real
-    if any(tensor.layout != torch.strided for tensor in flatten(real)[0]):
+    if any(tensor.layout != torch.strided for tensor in tensors_in(real)):
         raise ValueError(f"{func} makes a tensor that is not strided. {FIX}")
     return on_meta(real)
 

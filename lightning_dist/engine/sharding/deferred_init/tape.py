@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lightning_dist.engine.tensors.tree import flatten, unflatten
+from lightning_dist.engine.tensors.tree import tensors_in, unflatten
 
 Memory = dict[int, torch.UntypedStorage]
 
@@ -75,7 +75,7 @@ class Operation:
         tensors = [i if isinstance(i, Tensor) else i.on(memory[i.storage]) for i in self.inputs]
         args, kwargs = unflatten(tensors, self.skeleton)
         returned = self.function(*args, **kwargs)
-        made = flatten(returned)[0] if self.results else []
+        made = tensors_in(returned) if self.results else []
         for reference, tensor in zip(self.results, made, strict=True):
             if reference.storage not in memory:
                 memory[reference.storage] = _as_recorded(reference, tensor)

@@ -19,7 +19,7 @@ from lightning_dist.engine.tensor_parallel.layers.graph_check import ShardedActi
 from lightning_dist.engine.tensor_parallel.layers.rng import RegionRandomness
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 
 SEQUENCE_DIM = 1
 _ACTIVATION_KEYWORDS = ("hidden_states", "x", "input")
@@ -77,7 +77,7 @@ def change_activation(module: nn.Module, change: Callable[[Tensor], Tensor]) -> 
         activation = next((value for value in candidates if isinstance(value, Tensor)), None)
         if activation is not None:
             # The gradient of a second tensor would be partial on each rank.
-            if any(t.requires_grad and t is not activation for t in flatten((args, kwargs))[0]):
+            if any(t.requires_grad and t is not activation for t in tensors_in((args, kwargs))):
                 raise ValueError(
                     f"sequence_parallel=True cuts the sequence for a {type(module).__name__}, but"
                     " it is called with a second tensor that has a gradient, as for"

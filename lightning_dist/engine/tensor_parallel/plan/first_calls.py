@@ -35,7 +35,7 @@ from lightning_dist.engine.tensor_parallel.plan.trial_run import (
     on_the_side,
 )
 from lightning_dist.engine.tensor_parallel.plan.verify import advice, is_too_large, shardings
-from lightning_dist.engine.tensors.tree import flatten, unflatten
+from lightning_dist.engine.tensors.tree import flatten, tensors_in, unflatten
 
 _SAMPLES, _POSITIONS = 2, 64
 _LARGEST = 2**22  # elements of an activation that a trial may take
@@ -98,7 +98,7 @@ class FirstCalls:
         def note_call(holder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = (holder.training, _kind_of_value((args, kwargs)))
             # Tensors of a dry run, of another class, have no values to be tried.
-            if call not in kind.calls and all(map(_is_plain, flatten((args, kwargs))[0])):
+            if call not in kind.calls and all(map(_is_plain, tensors_in((args, kwargs)))):
                 self._prove(sharding, kind, (args, kwargs), training=holder.training)
                 kind.calls.add(call)
 

@@ -35,11 +35,12 @@ from lightning_dist.engine.tensor_parallel.plan.heads import count_heads
 from lightning_dist.engine.tensor_parallel.plan.regions import Styles, attentions
 from lightning_dist.engine.tensors.forward_ast import attributes_computed_with
 from lightning_dist.engine.tensors.patch import hooks_of
-from lightning_dist.engine.tensors.rng import python_state_kept, seed_python, seeded
-from lightning_dist.engine.tensors.tree import flatten, map_tensors
+from lightning_dist.engine.tensors.rng import random_state_kept, seed_all
+from lightning_dist.engine.tensors.tree import map_tensors, tensors_in
 
 TYPES = (torch.float64, torch.float32)
 """The types in which modules are tried, one after the other."""
+_CPU = torch.device("cpu")
 _EXACT, _ROUNDED = 1e-9, 1e-4  # of the largest element: in float64, and with fewer digits
 _DRAWN = 0.5  # lies in all usual ranges
 _DRAWS = frozenset(
@@ -75,7 +76,7 @@ class TrialNumbers(TorchDispatchMode):
 
     @override
     def __enter__(self) -> TrialNumbers:
-        seed_python(0)
+        seed_all(0, device=_CPU)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -109,9 +110,8 @@ def on_the_side() -> Iterator[None]:
     # would take a trial's results for those of the step.
     modes = _disable_current_modes()
     precision = torch.autocast("cpu", enabled=False)
-    numbers = seeded(0, device=torch.device("cpu"))
-    with modes, precision, python_state_kept(), numbers, torch.no_grad():
-        seed_python(0)
+    with modes, precision, random_state_kept(_CPU), torch.no_grad():
+        seed_all(0, device=_CPU)
         yield
 
 
@@ -208,7 +208,7 @@ class Trial:
         args, kwargs = self.fill_in(self.x if x is None else x)
         with numbers:
             returned = module.forward(*args, **kwargs)
-        found: Tensor = flatten(returned)[0][0]
+        found: Tensor = tensors_in(returned)[0]
         return found
 
 

@@ -19,7 +19,7 @@ from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.comms.connect import wire
 from lightning_dist.engine.comms.links import Links
 from lightning_dist.engine.pipeline.runtime import WeighedGradients
-from lightning_dist.engine.tensors.tree import flatten, unflatten
+from lightning_dist.engine.tensors.tree import flatten, tensors_in, unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class DrySender(Sender):
 
     @override
     def send(self, tree: Any, *, tag: int = 0, key: Hashable = None) -> None:
-        self._note(sum(t.nbytes for t in flatten(tree)[0]))
+        self._note(sum(t.nbytes for t in tensors_in(tree)))
         self.sent[tag] = DryMessage.of(tree)
 
     @override

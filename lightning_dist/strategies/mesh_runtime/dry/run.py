@@ -42,7 +42,7 @@ from lightning_dist.engine.sharding.deferred_init.api import deferred_init, name
 from lightning_dist.engine.sharding.fully_shard import fill
 from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.engine.tensors.module_tree import map_other_tensors
-from lightning_dist.engine.tensors.rng import python_state_kept
+from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.skeleton import skeleton_of
 from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.mesh_runtime.checks import check_automatic, check_shardable
@@ -80,7 +80,7 @@ class DryRun:
         Raises:
             ValueError: The module cannot be made parallel so, or its step needs values.
         """
-        with torch.random.fork_rng(devices=[]), python_state_kept():
+        with random_state_kept(_CPU):
             whole = self._configured(skeleton_of(module))
             in_order = self._homes == tuple(range(self.mesh.pp))
             known = {} if in_order else self._learned(whole)

@@ -41,7 +41,7 @@ from lightning_dist.engine.tensors.module_state import state_kept
 from lightning_dist.engine.tensors.observers import OperationWatch
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.samples import batch_size_of
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
 from lightning_dist.strategies.mesh_runtime.measuring.updates import (
     Moments,
@@ -127,7 +127,7 @@ class Measurement:
             adding_seconds=adding,
             update_bytes=moments.update_bytes,
             updates_together=self.device.type != "cpu",
-            sample_bytes=sum(t.nbytes for t in flatten(batch)[0]) / num_samples,
+            sample_bytes=sum(t.nbytes for t in tensors_in(batch)) / num_samples,
             tensor=_of_tensor_plans(batches[-1], module, parts, self.tensor_sizes),
         )
 

@@ -23,7 +23,7 @@ from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.planning.search.model_costs import MeasuredBatch
 from lightning_dist.engine.profiling.meters.peak import PeakMeter
 from lightning_dist.engine.splitting.layers import Part
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import tensors_in
 
 _UPDATE = "update"
 _FIRST_RUNS = 2  # which make states, and touch memory
@@ -153,7 +153,7 @@ def _marking_gradients(meter: PeakMeter, size: int, parts: Sequence[Part]) -> It
     """Marks when the gradients of layers' outputs arrive."""
 
     def watch(index: int, _: nn.Module, __: Any, output: Any) -> None:
-        for tensor in flatten(output)[0]:
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: meter.mark((size, index)))
 

@@ -21,7 +21,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     split_entries,
 )
 from lightning_dist.engine.tensors.dtensor import cut, local_part
-from lightning_dist.engine.tensors.tree import flatten
+from lightning_dist.engine.tensors.tree import flatten, tensors_in
 
 Entries = dict[Any, Any]
 
@@ -51,7 +51,7 @@ def ordered(state: Entries) -> Entries:
 def test_tensors_in_containers_are_split_off_and_joined_again() -> None:
     tensors, rest = split_entries(entries())
     assert list(tensors) == ["step", "0", "1", "2", "3", "4", "5"]
-    assert all(tensor.numel() == 0 for tensor in flatten(rest)[0])
+    assert all(tensor.numel() == 0 for tensor in tensors_in(rest))
     assert_equal(ordered(join_entries(tensors, rest)), entries())
 
 
@@ -78,7 +78,7 @@ def test_a_directory_has_them_as_shards(tmp_path: Path) -> None:
         assert_equal(ordered(named), entries())
     marker = torch.load(path / "lightning.pt", weights_only=True)
     kept = marker["optimizer_states"][0]["state"]
-    assert not any(tensor.numel() for tensor in flatten(kept)[0])
+    assert not any(tensor.numel() for tensor in tensors_in(kept))
     assert kept["0.bias"] == {"rule": "none"}
 
 
@@ -107,7 +107,7 @@ def sharded(mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
 def test_what_has_a_parameters_shape_is_sharded_in_containers_too(mesh: DeviceMesh) -> None:
     whole = torch.arange(12.0).view(4, 3)
     state = loaded(sharded(mesh, Shard(0)), {"m": {0.9: whole}, "n": [whole], "o": whole})
-    for tensor in flatten(state)[0]:
+    for tensor in tensors_in(state):
         assert isinstance(tensor, DTensor)
         assert torch.equal(local_part(tensor), whole[2:])
 

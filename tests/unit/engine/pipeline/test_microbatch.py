@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_dist.engine.pipeline.microbatch import merge, split
 from lightning_dist.engine.tensors.samples import batch_size_of
-from lightning_dist.engine.tensors.tree import flatten, map_tensors, unflatten
+from lightning_dist.engine.tensors.tree import flatten, map_tensors, tensors_in, unflatten
 
 Named = namedtuple("Named", ["x", "label"])
 
@@ -52,9 +52,9 @@ def test_split_and_merge_are_inverse(index: int, rows: int, data: st.DataObject)
     assert [batch_size_of(piece.content) for piece in pieces] == sizes
     assert type(pieces[0].content) is type(tree)
     for piece in pieces:
-        assert [type(x) for x in flatten(piece.content)[0]] == [Tensor] * len(flatten(tree)[0])
-    firsts = [flatten(piece.content)[0][0] for piece in pieces]
-    assert torch.equal(torch.cat(firsts), flatten(tree)[0][0])
+        assert [type(x) for x in tensors_in(piece.content)] == [Tensor] * len(tensors_in(tree))
+    firsts = [tensors_in(piece.content)[0] for piece in pieces]
+    assert torch.equal(torch.cat(firsts), tensors_in(tree)[0])
 
 
 def test_merge_knows_means_sums_and_rows() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from lightning_dist.engine.tensors.tree import (
@@ -14,6 +16,7 @@ from lightning_dist.engine.tensors.tree import (
     map_tensors,
     own_copy,
     pickle_skeleton,
+    tensors_in,
     unflatten,
 )
 
@@ -37,6 +40,22 @@ def test_a_skeleton_of_such_a_tuple_is_read_back() -> None:
     assert all(a is b for a, b in zip(rebuilt, packed, strict=True))
 
 
+@dataclass
+class Part:
+    """Has a tensor, and one that is no argument."""
+
+    x: Tensor
+    made: Tensor = field(init=False, default_factory=lambda: torch.zeros(1))
+
+
+def test_tensors_are_listed_in_the_order_of_their_slots() -> None:
+    named = pack_sequence([torch.ones(1)])
+    tree = [{"b": torch.zeros(2), "a": (torch.ones(3), "name")}, Part(torch.zeros(4)), named, Part]
+    tensors, _ = flatten(tree)
+    assert [id(t) for t in tensors_in(tree)] == [id(t) for t in tensors]
+    assert len(tensors) == 5
+
+
 class Attributes(dict[str, Any]):
     """Has its items as attributes, and a tensor with one."""
 
@@ -56,6 +75,24 @@ def test_a_copy_is_of_the_same_class_and_has_memory_of_its_own() -> None:
     assert type(copied) is Attributes
     assert batch.x.tolist() == [0.0, 0.0]
     assert batch.x.lengths == [1, 2]
+
+
+def test_tensors_that_share_memory_share_it_in_a_copy() -> None:
+    whole = torch.zeros(2, 2)
+    for batch in ([whole, whole[0]], [whole, whole.view(4)], [whole, whole]):
+        copied = own_copy(batch)
+        copied[1].add_(1.0)
+        assert copied[0].sum() >= 2.0
+        assert not whole.any()
+
+
+def test_a_copy_has_the_layouts_of_the_tensors() -> None:
+    columns, wide = torch.zeros(3, 2).t(), torch.zeros(1, 2).expand(3, 2)
+    copied = own_copy({"columns": columns, "wide": wide, "sparse": torch.eye(2).to_sparse()})
+    assert copied["columns"].stride() == columns.stride()
+    assert copied["wide"].stride() == wide.stride()
+    assert copied["sparse"].is_sparse
+    assert copied["columns"].data_ptr() != columns.data_ptr()
 
 
 def test_what_cannot_be_copied_stays() -> None:
