@@ -50,6 +50,7 @@ def _parameters() -> list[object]:
     "a warm-up by hand, a second fit, asynchronous",
     "an error on all ranks, stages",
     "anomaly detection, sharded layers",
+    "arrays beside tensors, stages",
     "batches of two loaders, *",
     "checkpoint names differ by rank, stages",
     "counters in groups are tensors, servers",

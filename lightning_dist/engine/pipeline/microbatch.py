@@ -18,6 +18,7 @@ from itertools import accumulate, chain
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,10 +106,10 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
     """Cuts a batch into micro-batches of almost equal size, the larger first.
 
     Args:
-        batch: Any tree of tensors with the samples in dim 0, and of lists with an entry per sample
-            (names, or dicts of one sample's boxes). Zero-dim tensors and other leaves go into each
-            micro-batch unchanged. A whole batch need not tell its samples, as one of graphs, whose
-            nodes and edges are joined.
+        batch: Any tree of tensors with the samples in dim 0, of numpy's arrays with as many rows,
+            and of lists with an entry per sample (names, or dicts of one sample's boxes). Zero-dim
+            tensors and other leaves go into each micro-batch unchanged. A whole batch need not tell
+            its samples, as one of graphs, whose nodes and edges are joined.
         num_microbatches: Number of micro-batches.
 
     Returns:
@@ -121,9 +122,15 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
         return [Microbatch(0, batch, _count_if_known(batch), 1.0)]
     samples = samples_of(batch)
     num_samples = samples.count
-    if num_samples is None or num_samples < num_microbatches:
+    if num_samples is None:
         raise ValueError(
-            f"A batch of {num_samples or 0} samples cannot be cut into num_microbatches="
+            "A batch without tensors, whose arrays do not agree on the number of samples, cannot be"
+            f" cut into num_microbatches={num_microbatches}. Collate samples to tensors or arrays"
+            " with the samples in the first dim, or leave batches whole with num_microbatches=1."
+        )
+    if num_samples < num_microbatches:
+        raise ValueError(
+            f"A batch of {num_samples} samples cannot be cut into num_microbatches="
             f"{num_microbatches}. Use at most as many micro-batches as the smallest batch has"
             " samples: lower `num_microbatches`, raise the batch size, or drop the last, smaller"
             " batch with `DataLoader(drop_last=True)`."
@@ -156,7 +163,8 @@ def _cut(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
         pieces = torch.split(leaf, list(sizes))
         # With memory of their own: autograd takes a write into one piece for one into all.
         return pieces if leaf.requires_grad else [piece.clone() for piece in pieces]
-    if isinstance(leaf, list | tuple):
+    is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0 and len(leaf) == sum(sizes)
+    if is_array or isinstance(leaf, list | tuple):
         ends = list(accumulate(sizes))
         return [leaf[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     return [leaf] * len(sizes)
@@ -173,9 +181,10 @@ def merge(
         weights: Weight of each micro-batch's means; None means its number of samples.
 
     Returns:
-        One tree. Tensors with the samples in dim 0 and lists with an entry per sample (and tuples,
-        unless of numbers or None) are concatenated, floating zero-dim tensors and floats are
-        averaged with the weights, integers are summed, and of other leaves the first is taken.
+        One tree. Tensors and arrays with the samples in dim 0 and lists with an entry per sample
+        (and tuples, unless of numbers or None) are concatenated, floating zero-dim tensors and
+        floats are averaged with the weights, integers are summed, and of other leaves the first is
+        taken.
 
     Raises:
         ValueError: The outputs have different numbers of leaves.
@@ -210,6 +219,8 @@ def _merge_leaf(leaves: list[Any], shares: Sequence[float]) -> Any:
         return type(first)(chain.from_iterable(leaves))
     if isinstance(first, Tensor) and first.ndim > 0:
         return torch.cat(leaves)
+    if isinstance(first, np.ndarray) and first.ndim > 0:
+        return np.concatenate(leaves)
     if isinstance(first, Tensor) and not first.is_floating_point():
         return torch.stack(leaves).sum()
     if isinstance(first, bool):

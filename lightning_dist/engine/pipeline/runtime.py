@@ -23,7 +23,11 @@ from lightning_dist.engine.pipeline.loss_weights import LossWeights
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.stage import Step
 from lightning_dist.engine.pipeline.stages import OwnStages
-from lightning_dist.engine.pipeline.step_checks import compares_samples, warn_of_comparison
+from lightning_dist.engine.pipeline.step_checks import (
+    NO_INPUT_GRADIENTS,
+    compares_samples,
+    warn_of_comparison,
+)
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.timeline import SpanKind
@@ -127,7 +131,7 @@ class Runtime:
             try:
                 handle(place, work)
             except BaseException as error:
-                error.add_note(self._describe_failure(action, work))
+                error.add_note(self._describe_failure(error, action, work))
                 raise
             start = self._recorder.record(span_kind, action, start)
         results, self._results = self._results, {}
@@ -263,7 +267,7 @@ class Runtime:
         """Returns the tag of messages across the boundary after a stage, in both directions."""
         return index * _MOST_STAGES + stage
 
-    def _describe_failure(self, action: Action, work: Work | None) -> str:
+    def _describe_failure(self, error: BaseException, action: Action, work: Work | None) -> str:
         index = action.microbatch_index
         place = (action.stage_index, index)
         lines = [
@@ -278,6 +282,8 @@ class Runtime:
         if index in self._stages[action.stage_index].in_flight:
             flight = self._stages[action.stage_index].in_flight[index]
             lines.append(f"  layer input: {_describe(flight.layer_input)}")
+        if action.stage_index > 0 and "differentiated Tensor" in str(error):  # torch's own words
+            lines.append(f"  {NO_INPUT_GRADIENTS}")
         # Only here, since all ranks' actions are many more than this one's.
         schedule = self._stages.shape.build()
         # A later micro-batch is drawn at an equal one's place.

@@ -9,7 +9,7 @@ on the last the module returns, and the user's code goes on to its loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,11 @@ from torch import Tensor, nn
 from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.split_backward import SplitBackward
-from lightning_dist.engine.pipeline.step_checks import ModuleCalls, check_no_side_losses
+from lightning_dist.engine.pipeline.step_checks import (
+    ModuleCalls,
+    check_no_side_losses,
+    refuse_input_gradients,
+)
 from lightning_dist.engine.splitting.layers import Layers, StepInterceptor
 from lightning_dist.engine.stashing.staleness import StalenessMeter, UpdateReport
 from lightning_dist.engine.stashing.versions import SwappedWeights, WeightPolicy, WeightVersion
@@ -216,6 +220,8 @@ class Stage:
         def layers(*arguments: Any, **keywords: Any) -> Any:
             nonlocal layer_input, output
             self._calls.note(index, (arguments, keywords))
+            if has_backward and self.is_last and not self.is_first:
+                in_step_only.callback(refuse_input_gradients((arguments, keywords)))
             layer_input = self._found.layer_input(self.is_first, received, arguments, keywords)
             # A copy for another run, since the layers may write into their input.
             given = map_tensors(_copy_of, layer_input) if self._recomputes else layer_input
@@ -236,7 +242,8 @@ class Stage:
             return self._interceptor.run(own_step, layers, leaves=not self.is_last)
 
         seed_all(*name, device=self._place.device)
-        result = self._swapped.run(weights, in_step)
+        with ExitStack() as in_step_only:
+            result = self._swapped.run(weights, in_step)
         if has_backward:
             if self._recomputes:  # the backward uses other weights, so these need not stay
                 weights = WeightVersion(weights.index, copies=weights.copies)

@@ -11,6 +11,9 @@ fewer. So do a root of a mean, or a normalisation over the batch. Of a loss that
 samples, the gradient of one sample does not depend on another sample. That is what
 :func:`compares_samples` asks, by a second derivative: no step is run again for it.
 
+A gradient penalty asks in the step for a gradient by the model's input. On the last stage the graph
+does not reach so far, so only what the loss has of the input beside the model would be found.
+
 Each stage runs the step up to the call of the pipelined module. So all stages must call the module
 with the same values, which :class:`ModuleCalls` compares in the first batches. They do not if a
 step keeps something for the next one behind that call, as memory, or changes it on the way.
@@ -31,7 +34,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_dist.engine.pipeline.split_backward import nodes_beneath
 from lightning_dist.engine.tensors.fingerprints import projection
-from lightning_dist.engine.tensors.patch import has_gradient_hooks
+from lightning_dist.engine.tensors.patch import Undo, has_gradient_hooks
+from lightning_dist.engine.tensors.remote_tensor import RemoteTensor
 from lightning_dist.engine.tensors.tree import tensors_in
 
 # Logits of a large vocabulary have more, and need several times their memory to be looked at.
@@ -70,6 +74,35 @@ def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> No
                 " layer return it with its activations, or store its `.detach()` if no loss is made"
                 " of it."
             )
+
+
+NO_INPUT_GRADIENTS = (
+    "A stage's graph ends at what it has received, so a step can have no gradient by what the"
+    " pipelined module is called with, as for a gradient penalty. Such losses need the whole model"
+    " on each rank: use DDPStrategy or FSDPStrategy."
+)
+
+
+def refuse_input_gradients(arguments: Any) -> Undo:
+    """Lets a step fail that asks for gradients by what it calls the pipelined module with.
+
+    They would lack the part through the module, on a later stage than the first.
+
+    Returns:
+        What ends the refusal, before the backward.
+    """
+
+    def refuse(_: Tensor) -> None:
+        raise ValueError(NO_INPUT_GRADIENTS)
+
+    given = [t for t in tensors_in(arguments) if t.requires_grad and type(t) is not RemoteTensor]
+    handles = [tensor.register_hook(refuse) for tensor in given]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
 
 
 def compares_samples(

@@ -1,9 +1,10 @@
 """How many samples a batch has, and which of its lists have an entry for each.
 
-Tensors have the samples in their first dim. Beside them a batch may have lists with an entry per
-sample, such as names, or what a detector learns from: a dict with the boxes of each image, or even
-a list of images of different sizes. Such lists are cut between their entries. But a list may also
-hold whole tensors, such as two views of each sample, or dicts of these. Lengths tell them apart.
+Tensors have the samples in their first dim, and so have arrays of numpy. Beside them a batch may
+have lists with an entry per sample, such as names, or what a detector learns from: a dict with the
+boxes of each image, or even a list of images of different sizes. Such lists are cut between their
+entries. But a list may also hold whole tensors, such as two views of each sample, or dicts of
+these. Lengths tell them apart.
 
 torch's transformers and recurrent layers take dim 0 for time, unless ``batch_first=True``. A batch
 that is laid out for them, [time, batch, features], would be cut in time, and attention would see a
@@ -20,6 +21,7 @@ from functools import partial
 from numbers import Number
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensors.tree import map_leaves, tensors_in
@@ -34,7 +36,7 @@ class Samples:
     """The samples of a batch, or of what a step returns for one.
 
     Attributes:
-        count: Their number; None if there is no tensor.
+        count: Their number; None if there is no tensor, and no array outside of lists.
         has_rows: Whether each list of as many dicts, or of as many tensors, has one per sample.
     """
 
@@ -42,10 +44,17 @@ class Samples:
     has_rows: bool = False
 
     def is_column(self, tree: Any) -> bool:
-        """Returns whether a list or tuple has one entry per sample: names, numbers, or a dict."""
+        """Returns whether an array has a row per sample, or a list or tuple an entry.
+
+        Such entries are names, numbers, arrays, or dicts.
+        """
         if isinstance(tree, SampleList):
             return True
+        if isinstance(tree, np.ndarray):
+            return tree.ndim > 0 and len(tree) == self.count
         if not _is_list(tree) or len(tree) != self.count:
+            return False
+        if _are(np.ndarray, tree) and all(map(self.is_column, tree)):  # each has all samples
             return False
         if self.has_rows and (_are(Mapping, tree) or _are(Tensor, tree)):
             return True
@@ -67,7 +76,7 @@ class Samples:
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Counts the samples of a batch; None if it has no tensor. Raises as :func:`samples_of`."""
+    """Counts the samples of a batch; None if it tells of none. Raises as :func:`samples_of`."""
     return samples_of(batch).count
 
 
@@ -103,7 +112,19 @@ def samples_of(batch: Any) -> Samples:
             " (a buffer of the module, say), or repeat them for each sample; pad targets that are"
             " joined, with a row for each sample; or leave batches whole with num_microbatches=1."
         )
-    return Samples(sizes[0] if sizes else None)
+    found = sizes or _sizes_of_arrays(batch)
+    return Samples(found[0] if len(found) == 1 else None)
+
+
+def _sizes_of_arrays(batch: Any) -> list[int]:
+    found: set[int] = set()
+
+    def note(leaf: Any) -> None:
+        if isinstance(leaf, np.ndarray) and leaf.ndim > 0:
+            found.add(len(leaf))
+
+    map_leaves(note, batch, lambda tree: isinstance(tree, list))  # it may have one for each sample
+    return sorted(found)
 
 
 def _sizes(tree: Any) -> list[int]:

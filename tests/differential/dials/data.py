@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -140,6 +141,12 @@ def _as_lengths(samples: list[Any]) -> Any:
     return (x, y) if x.is_floating_point() else (x[:, : 2 + int(y.sum()) % 4], y)
 
 
+def _as_arrays(samples: list[Any]) -> Any:
+    """Makes an array of the inputs."""
+    x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+    return x.numpy(), y
+
+
 def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
     """Takes a batch of any of the loaders apart."""
     if isinstance(batch, Mapping) and "more" in batch:
@@ -154,6 +161,8 @@ def inputs_and_targets(batch: Any) -> tuple[Tensor, Tensor]:
         if rows.is_floating_point():
             return rows[:, :-1], rows[:, -1].long()
         return rows[:, :-1], rows[:, -1]
+    if isinstance(batch[0], np.ndarray):
+        return torch.from_numpy(batch[0]).to(batch[1].device), batch[1]
     return batch[0], batch[1]
 
 
@@ -163,6 +172,7 @@ COLLATES: dict[str, Callable[[list[Any]], Any]] = {
     "dataclass": _as_dataclass,
     "named": _as_named,
     "lengths": _as_lengths,
+    "arrays": _as_arrays,
 }
 LOADERS = (
     "ordered",

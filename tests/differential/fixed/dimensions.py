@@ -29,6 +29,10 @@ DIMENSIONS: dict[str, Fixed] = {
     "texts of other lengths in each batch, 2bw": Fixed(
         Case("2bw", model="tokens", data="lengths", val_outputs=True, num_batches=5)
     ),
+    "arrays beside tensors, stages": Fixed(
+        Case("zbv", data="arrays", evaluates=True, num_batches=5, last_batch=6)
+    ),
+    "arrays beside tensors, replicas": Fixed(Case("replicas_of_stages", data="arrays", epochs=2)),
     "batches of two loaders, from a data module": Fixed(
         Case("1f1b", data="two", data_module=True, resume_at=2, epochs=2, hooks=True)
     ),

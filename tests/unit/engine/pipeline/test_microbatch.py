@@ -89,8 +89,9 @@ def test_a_tuple_of_numbers_is_several_results_even_of_as_many_samples() -> None
 def test_bad_batches() -> None:
     with pytest.raises(ValueError, match="3 samples.*num_microbatches=4.*drop_last"):
         split(torch.ones(3), 4)
-    with pytest.raises(ValueError, match="0 samples"):
-        split("text", 2)
+    for nothing in ("text", [np.ones(2), np.ones(2)], (np.ones(2), np.ones(3)), np.array(2.0)):
+        with pytest.raises(ValueError, match=r"without tensors.*num_microbatches=2.*=1"):
+            split(nothing, 2)
     with pytest.raises(ValueError, match=r"\[2, 3\]"):
         split([torch.ones(2), torch.ones(3)], 2)
 
@@ -105,6 +106,22 @@ def test_trees_keep_their_containers() -> None:
     assert again["a"][0] is tree["a"][0]
     doubled = map_tensors(lambda t: t * 2, Sample(torch.ones(1), "n"))
     assert float(doubled.x) == 2.0
+
+
+def test_arrays_are_cut_as_tensors_are() -> None:
+    rows, scale = np.arange(10.0).reshape(5, 2), np.array(3.0)
+    alone = {"pair": (rows, np.arange(5)), "scale": scale}
+    views = [rows + float(view) for view in range(4)]
+    for batch in (alone, {**alone, "x": torch.ones(5)}, {"x": torch.ones(5), "views": views}):
+        assert batch_size_of(batch) == 5
+        pieces = [piece.content for piece in split(batch, 2)]
+        merged = merge(pieces, [3, 2])
+        for name, value in batch.items():
+            for found, whole in zip(merged[name], value, strict=True) if name != "scale" else ():
+                np.testing.assert_array_equal(found, whole)
+    assert pieces[1]["views"][1].tolist() == [[7.0, 8.0], [9.0, 10.0]]
+    of_classes = {"x": torch.ones(5), "weights": np.ones(3)}
+    assert len(split(of_classes, 2)[0].content["weights"]) == 3
 
 
 def boxes(*counts: int) -> list[dict[str, torch.Tensor]]:

@@ -69,6 +69,45 @@ def test_a_loss_of_a_layer_is_refused_where_the_step_could_not_add_it(
         difference(keeps, schedule)
 
 
+def penalised(loss: Tensor, batch: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(loss, batch, create_graph=True)
+    return loss + slope.square().sum()
+
+
+def by_input(model: nn.Module, batch: Tensor) -> Tensor:
+    return penalised(model(batch.requires_grad_()).square().mean(), batch)
+
+
+def by_input_and_target(model: nn.Module, batch: Tensor) -> Tensor:
+    return penalised(plain_loss(model, batch.requires_grad_()), batch)
+
+
+@pytest.mark.parametrize("loss", [by_input, by_input_and_target])
+def test_a_gradient_by_the_model_s_input_says_what_can_have_it(loss: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    batches = [torch.ones(4, 4, dtype=torch.float64)]
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        largest_difference(model, batches, loss, PipelineConfig("1f1b", 2))
+    assert "gradient penalty" in "\n".join([str(caught.value), *caught.value.__notes__])
+
+
+def reads_embeddings(model: nn.Module, batch: Tensor) -> Tensor:
+    start = batch.clone().requires_grad_()
+    wide = start * 2.0  # its gradients come with the backward, by both ways
+    return F.mse_loss(model(wide), wide)
+
+
+def test_what_the_model_is_called_with_may_have_gradients() -> None:
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)]
+    model = nn.Sequential(*layers).double()
+    batches = [torch.ones(4, 4, dtype=torch.float64)] * 2
+    for schedule in ("1f1b", "zbv"):
+        assert (
+            largest_difference(model, batches, reads_embeddings, PipelineConfig(schedule, 2))
+            < 1e-13
+        )
+
+
 def test_what_is_there_to_be_looked_at_may_stay() -> None:
     # The map is on the way to the output, the sum is without gradients.
     assert difference(lambda total: total.item(), "1f1b", plain_loss) < 1e-13
