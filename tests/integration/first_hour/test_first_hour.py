@@ -28,7 +28,7 @@ def table() -> dict[tuple[str, str], str]:
     return read_table()
 
 
-@pytest.mark.some("VAE-*", "nanoGPT-PipelineStrategy()")
+@pytest.mark.some("VAE-*", "LSTM-PipelineStrategy()", "nanoGPT-PipelineStrategy()")
 @pytest.mark.parametrize(("module", "strategy"), list(product(MODULES, STRATEGIES)))
 def test_a_newcomers_module(
     workers: WorkerPool, table: dict[tuple[str, str], str], module: str, strategy: str

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import sys
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import BuiltinFunctionType, FunctionType
@@ -170,6 +171,8 @@ def alike(kept: Any, now: Any, *, tensors: bool = True) -> bool:
             return True
         if isinstance(a, Tensor):  # a parameter, which the rank may not have, or a plain one
             return a.is_meta or (isinstance(b, Tensor) and (not tensors or _equal(a, b)))
+        if isinstance(b, weakref.ref):  # recurrent layers have some to their weights, copies none
+            return a is None or isinstance(a, weakref.ref)
         if isinstance(a, torch.device):  # graphs follow their tensors
             return isinstance(b, torch.device)
         if type(a) is not type(b):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -307,3 +308,11 @@ def test_values_of_any_kind_are_compared() -> None:
         (None, 0),
     ):
         assert not alike(kept, now), (kept, now)
+
+
+def test_a_recurrent_layer_s_references_to_its_weights_are_no_change() -> None:
+    weight, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+    assert alike([None], [weakref.ref(weight)])  # in a copy without values there are none
+    assert alike([weakref.ref(weight)], [weakref.ref(other)])
+    assert not alike([weight], [weakref.ref(weight)])
+    assert not alike([], [weakref.ref(weight)])
