@@ -139,7 +139,7 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
         num_samples // num_microbatches + (index < num_samples % num_microbatches)
         for index in range(num_microbatches)
     ]
-    columns = [_cut(leaf, sizes) for leaf in _leaves(batch, samples.is_column)]
+    columns = [_cut(leaf, sizes, samples) for leaf in _leaves(batch, samples.is_column)]
 
     def piece(index: int) -> Any:
         own = iter([column[index] for column in columns])
@@ -158,13 +158,12 @@ def _count_if_known(batch: Any) -> int:
         return 1
 
 
-def _cut(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+def _cut(leaf: Any, sizes: Sequence[int], samples: Samples) -> Sequence[Any]:
     if isinstance(leaf, Tensor) and leaf.ndim > 0:
         pieces = torch.split(leaf, list(sizes))
         # With memory of their own: autograd takes a write into one piece for one into all.
         return pieces if leaf.requires_grad else [piece.clone() for piece in pieces]
-    is_array = isinstance(leaf, np.ndarray) and leaf.ndim > 0 and len(leaf) == sum(sizes)
-    if is_array or isinstance(leaf, list | tuple):
+    if samples.is_column(leaf):
         ends = list(accumulate(sizes))
         return [leaf[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     return [leaf] * len(sizes)

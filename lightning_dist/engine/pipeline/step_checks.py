@@ -59,7 +59,7 @@ def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> No
         for name, part in layers.named_modules()
         for attribute, value in (*part.named_buffers(recurse=False), *vars(part).items())
         if attribute != "_parameters"  # for a step these may be casts, which have a graph
-        for tensor in _tensors_in(value)
+        for tensor in _held_tensors(value)
         if tensor.grad_fn is not None
     ]
     if not held:
@@ -208,15 +208,15 @@ def _is_twice_differentiable(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
     return True
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _held_tensors(value: Any) -> Iterator[Tensor]:
     # Not `flatten`, which also rebuilds the containers, and so a user's dataclasses.
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
+        yield from _held_tensors(list(value.values()))
     elif isinstance(value, list | tuple | set | deque):
         for held in value:
-            yield from _tensors_in(held)
+            yield from _held_tensors(held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,15 +32,11 @@ def seeded(*identity: int, device: torch.device) -> Iterator[None]:
         identity: Integers that name this use: base seed, step, micro-batch, stage and so on.
         device: The device whose generator is seeded beside the CPU's.
     """
-    generators = generators_of(device)
-    states = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed_of(identity))
-    try:
+    seed = seed_of(identity)
+    with _torch_state_kept(device):
+        for generator in generators_of(device):
+            generator.manual_seed(seed)
         yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 def seed_all(*identity: int, device: torch.device) -> None:
@@ -63,15 +59,23 @@ def python_state() -> bytes:
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """Puts the state of the generators of torch, the device, Python and numpy back at the end."""
+    python, numpys = random.getstate(), np.random.get_state()
+    with _torch_state_kept(device):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpys)
+
+
+@contextmanager
+def _torch_state_kept(device: torch.device) -> Iterator[None]:
     generators = generators_of(device)
     # Not by `random_states`, whose arrays cannot be made in a dry run.
     states = [generator.get_state() for generator in generators]
-    python, numpys = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpys)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
