@@ -24,6 +24,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from lightning_dist.engine.tensor_parallel.layers.sequence import SEQUENCE_DIM
 from lightning_dist.engine.tensor_parallel.plan.proof import LayerComparison, Sharding, prove
@@ -159,7 +161,24 @@ def _trials(call: _Call, parts: int, dtype: torch.dtype) -> Iterator[Trial]:
 def _fill_in(tensors: list[Tensor], skeleton: Any, x: Tensor) -> Any:
     """Returns a user's arguments, with an activation in the place of the first tensor."""
     copies = [x if t is tensors[0] else t.clone() for t in tensors]
-    return unflatten(copies, deepcopy(skeleton))
+    with _GraphsLeft():
+        return unflatten(copies, deepcopy(skeleton))
+
+
+class _GraphsLeft(TorchFunctionMode):
+    """Lets deep copies take tensors that autograd made, as a cache of keys holds them.
+
+    Without it torch refuses them.
+    """
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Copies the values alone."""
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def _first(tensor: Tensor, most: Mapping[int, int]) -> Tensor:

@@ -84,6 +84,24 @@ class Keyed(Mlp):
         return summed
 
 
+class Cache:
+    """Holds what an earlier layer computed, as a cache of keys does."""
+
+    def __init__(self) -> None:
+        self.held = torch.ones(3, requires_grad=True) * 2
+
+
+class Cached(Mlp):
+    """Is given the cache of all layers."""
+
+    def __init__(self) -> None:
+        super().__init__(F.gelu)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:  # type: ignore[override]
+        summed: Tensor = self.fc2((self.fc1(x) * cache.held.sum()).softmax(-1))
+        return summed
+
+
 def watched(part: nn.Module, *, parts: int = 1) -> nn.Module:
     """Returns a module whose calls are watched as if it were sharded."""
     model = model_of(part)
@@ -121,6 +139,7 @@ CANNOT: dict[str, Call] = {
     "a dictionary": (Keyed, (x(), {"scale": 2.0, "mixes": True}), {}),
     "zeros": (Scaled, (torch.zeros(2, 3, WIDTH),), {"scale": 2.0}),
     "half precision": (Scaled, (x().bfloat16(),), {"scale": 2.0}),
+    "an object with a graph": (Cached, (x(), Cache()), {}),
     "many samples": (lambda: Masked(stacked), (x(40, 6),), {"distances": DISTANCES}),
 }
 
