@@ -177,9 +177,13 @@ class LayerComparison:
         ]
         for name, part in module.named_modules():
             hooks += _note_calls(part, name, self._running) if name else ()
-        returned = self._trial.run(module, TrialNumbers())
-        for hook in hooks:
-            hook.remove()
+        try:
+            returned = self._trial.run(module, TrialNumbers())
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for part in module.modules():  # layers in cycles would keep their weights for long
+                vars(part).pop("forward", None)
         return _Run(returned, own, met)
 
 

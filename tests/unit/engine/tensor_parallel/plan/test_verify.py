@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensor_parallel.config import resolve_plan
+from lightning_dist.engine.tensor_parallel.plan import proof
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
 from lightning_dist.engine.tensor_parallel.plan.trial_run import kind_of
 from lightning_dist.engine.tensor_parallel.plan.verify import check_parts, find_mismatches
@@ -346,3 +349,25 @@ def test_a_layer_that_asks_for_its_place_is_proven_by_itself(kind: Callable[[int
 def test_a_place_that_is_passed_on_makes_no_other_kind() -> None:
     assert kind_of(Placed(0)) == kind_of(Placed(1))
     assert kind_of(ByPlace(0)) != kind_of(ByPlace(1))
+
+
+def test_copies_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each takes a block's weights in float64: gigabytes of a large model.
+    made: list[weakref.ref[Tensor]] = []
+    random_copy = proof.random_copy
+
+    def noted(*args: Any) -> nn.Module:
+        copy = random_copy(*args)
+        made.extend(map(weakref.ref, copy.parameters()))
+        return copy
+
+    monkeypatch.setattr(proof, "random_copy", noted)
+    model = nn.Sequential(model_of(Attention(stacked)), model_of(Mlp(F.gelu)))
+    gc.collect()
+    gc.disable()
+    try:
+        find_plan(model, TP)
+        assert len(made) > 4
+        assert not [tensor for tensor in made if tensor() is not None]
+    finally:
+        gc.enable()
