@@ -14,13 +14,12 @@ read.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.dtensor import shard_like
+from lightning_dist.engine.tensors.dtensor import is_dtensor, shard_like
 
 _TIED = "tied_names"
 
@@ -65,14 +64,14 @@ def with_own_values(
     return cast("dict[str, Any]", found)
 
 
-@contextmanager
-def sharding_what_is_loaded(module: nn.Module) -> Iterator[None]:
-    """Lets a module take whole tensors for sharded parameters: sharded behind hooks that rename."""
-    with ExitStack() as undo:
-        for part in module.modules():
-            handle = part.register_load_state_dict_pre_hook(_shard)
-            undo.callback(handle.remove)
-        yield
+def take_whole_tensors(module: nn.Module) -> None:
+    """Lets sharded parameters take whole tensors in ``load_state_dict``, by hooks that stay.
+
+    They shard behind earlier hooks, which may rename, and without communication.
+    """
+    for part in module.modules():
+        if any(map(is_dtensor, part.parameters(recurse=False))):
+            part.register_load_state_dict_pre_hook(_shard)
 
 
 def _shard(part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

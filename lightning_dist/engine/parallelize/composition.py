@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Placement
 
+from lightning_dist.engine.checkpoint.saved_names import take_whole_tensors
 from lightning_dist.engine.common.device_mesh import axis
 from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.ddp_options import StepModule
@@ -174,6 +175,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         if inner is not None:
             roots = (StepModule(module, inner),)
         shards = fully_shard(roots, module, new, data_mesh, sharding, inner)
+    take_whole_tensors(module)
     replica = None if asked.replicas is None else WrappedReplica(module, asked.replicas)
     return ParallelModule(
         module=module,

@@ -60,6 +60,7 @@ class ForeignLayer(nn.Module):
         self.stage_index = stage_index
         self.compute_dtypes: dict[str, torch.dtype] = {}
         vars(self)["skeleton"] = skeleton  # no submodule
+        self.register_load_state_dict_pre_hook(_leave_to_its_rank)  # type: ignore[no-untyped-call]
         self.answer_by(skeleton)
 
     def imitation(self) -> nn.Module:
@@ -125,6 +126,12 @@ class ForeignLayer(nn.Module):
             " validation_step, test_step or predict_step; for the whole model in one process load a"
             " checkpoint with `lightning_dist.checkpoint.load_full`."
         )
+
+
+def _leave_to_its_rank(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Takes the layer's values out of a whole state that is loaded."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        del state[name]
 
 
 def describe(layer: ForeignLayer, device: torch.device) -> nn.Module:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.engine.tensors.module_tree import place_of
 from lightning_dist.engine.tensors.remote_tensor import absent
@@ -28,6 +30,7 @@ class RemovedTensors:
         self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
         self._shapes: dict[str, Tensor] = {}
         self._described: dict[str, Tensor] = {}
+        self._load_hooks: list[RemovableHandle] = []
 
     def take(self, names: Collection[str]) -> None:
         """Removes tensors; of a tied one all names are given."""
@@ -40,6 +43,7 @@ class RemovedTensors:
         for tensors, key in places.values():
             tensors[key] = None
         self._places |= places
+        self._skip_in_loads()
         for name in {name.rpartition(".")[0] for name in names} - {""}:
             _refuse_calls(self._module.get_submodule(name), name)
 
@@ -49,9 +53,20 @@ class RemovedTensors:
             tensors, key = self._places.pop(name)
             del self._shapes[name]
             tensors[key] = tensor
+        self._skip_in_loads()
         still_away = {name.rpartition(".")[0] for name in self._places}
         for name in {name.rpartition(".")[0] for name in values} - still_away - {""}:
             del self._module.get_submodule(name).forward
+
+    def _skip_in_loads(self) -> None:
+        """Takes the removed tensors out of a whole state that is loaded."""
+        for hook in self._load_hooks:
+            hook.remove()
+        self._load_hooks = []
+        for name in self._places:
+            holder, _, key = name.rpartition(".")
+            part = self._module.get_submodule(holder)
+            self._load_hooks.append(part.register_load_state_dict_pre_hook(partial(_skip, key)))
 
     @property
     def names(self) -> set[str]:
@@ -86,6 +101,10 @@ class RemovedTensors:
         finally:
             for tensors, key in self._places.values():
                 tensors[key] = None
+
+
+def _skip(key: str, part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state.pop(prefix + key, None)
 
 
 def _reason(name: str) -> str:

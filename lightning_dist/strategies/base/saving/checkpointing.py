@@ -352,8 +352,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
         own = {n: value for n, value in checkpoint["state_dict"].items() if n not in foreign}
         if foreign:  # a module that has not been cut yet keeps its own values of them
             own = saved_names.with_own_values(own, self._own_state(), foreign)
-        with saved_names.sharding_what_is_loaded(self.module):
-            self.module.load_state_dict(own, strict=strict)
+        self.module.load_state_dict(own, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -2,10 +2,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
-from lightning_dist.engine.checkpoint.saved_names import names_of_saved, sharding_what_is_loaded
+from lightning_dist.engine.checkpoint.saved_names import names_of_saved, take_whole_tensors
+from lightning_dist.engine.tensors.dtensor import cut, local_part
+from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 
 
 def _rename(state: dict[str, Any], prefix: str, name: str, other: str) -> None:
@@ -42,12 +47,24 @@ def test_a_shared_parameter_keeps_each_name() -> None:
     assert names == {key: key for key in ("a.weight", "a.bias", "b.weight", "b.bias")}
 
 
-def test_hooks_are_gone_behind_a_load() -> None:
-    module = Renamed()
-    state = {name: torch.full_like(value, 2) for name, value in module.state_dict().items()}
-    count = len(module._load_state_dict_pre_hooks)
-    with sharding_what_is_loaded(module):
+def test_a_whole_state_is_sharded_behind_hooks_that_rename() -> None:
+    whole = Renamed()
+    state = {n: torch.randn_like(v) if v.is_floating_point() else v for n, v in named(whole)}
+    with fake_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        module = Renamed()
+        shard = cut(module.linear.weight.detach(), mesh, [Shard(0)])
+        module.linear.weight = nn.Parameter(shard)
+        take_whole_tensors(module)
         module.load_state_dict(state)
-    assert bool((module.linear.weight == 2).all())
-    assert len(module._load_state_dict_pre_hooks) == count
-    assert not module.linear._load_state_dict_pre_hooks
+        assert torch.equal(local_part(module.linear.weight), state["projection.weight"][1:])
+        assert torch.equal(module.linear.bias, state["projection.bias"])
+        module.load_state_dict(module.state_dict())  # shards as well
+        assert torch.equal(local_part(module.linear.weight), state["projection.weight"][1:])
+        state["projection.weight"] = torch.zeros(3, 2)
+        with pytest.raises(RuntimeError, match="size mismatch for linear.weight"):
+            module.load_state_dict(state)
+
+
+def named(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, value.clone()) for name, value in module.state_dict().items()]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -36,6 +37,23 @@ def test_names_stay_and_foreign_layers_hold_nothing() -> None:
     assert split.foreign_names() == {"net.0.weight", "net.0.bias"}
     with pytest.raises(ValueError, match="Layer '0' lives on stage 0"):
         net(torch.ones(1, 2))
+
+
+def test_a_whole_state_can_be_loaded_and_names_are_checked() -> None:
+    net, state = sequence(), sequence().state_dict()
+    cut(net, [2, 2], [1])
+    assert net.load_state_dict(state) == ([], [])
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+    for other in (copy.deepcopy(net), nn.Sequential(OrderedDict(net=net))):
+        prefix = "net." if other[0] is net else ""
+        doubled = {prefix + name: 2 * value for name, value in state.items()}
+        other.load_state_dict(doubled)
+        assert all(torch.equal(value, doubled[n]) for n, value in other.state_dict().items())
+        with pytest.raises(RuntimeError, match="Unexpected key.*9.weight"):
+            other.load_state_dict({**doubled, "9.weight": torch.ones(2)})
+        del doubled[f"{prefix}3.bias"]
+        with pytest.raises(RuntimeError, match="Missing key.*3.bias"):
+            other.load_state_dict(doubled)
 
 
 def test_a_foreign_layer_lists_the_shared_parameters_of_which_there_is_a_copy() -> None:

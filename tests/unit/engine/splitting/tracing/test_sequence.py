@@ -204,6 +204,20 @@ def test_each_rank_keeps_its_layers_tensors() -> None:
     assert {id(p) for p in last.parameters()} == {id(p) for p in module.parameters()}
 
 
+def test_a_whole_state_can_be_loaded_and_names_are_checked() -> None:
+    module, original, sequence = build(ResNet, image_input)
+    cut(sequence, (4, 2), (1,))
+    state = {name: value + 1 for name, value in original.state_dict().items()}
+    module.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+    with pytest.raises(RuntimeError, match="Unexpected key.*stem.other"):
+        module.load_state_dict({**state, "stem.other": torch.ones(2)})
+    back = {"stem.weight": torch.zeros_like(original.stem.weight)}
+    sequence.away.restore({n: nn.Parameter(value) for n, value in back.items()})
+    module.load_state_dict(state)
+    assert torch.equal(module.stem.weight, state["stem.weight"])
+
+
 def test_a_buffer_that_many_layers_read_is_kept_by_each() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:
