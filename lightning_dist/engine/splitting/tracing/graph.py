@@ -159,6 +159,27 @@ def find_anchors(graph: TraceGraph, module: nn.Module) -> set[str]:
     }
 
 
+def homes_of_idle_buffers(homes: Mapping[str, int], module: nn.Module) -> dict[str, int]:
+    """Returns the layers of buffers that have none, as those of norms that are frozen at first.
+
+    Each belongs to the layer of its part's parameters, for later graphs that use it.
+
+    Args:
+        homes: The layer of each parameter, and of buffers that belong to one layer.
+        module: The traced module.
+    """
+    of_parts: dict[str, set[int]] = {}
+    for name, _ in module.named_parameters():
+        of_parts.setdefault(_owner_of(name), set()).add(homes[name])
+    return {
+        name: min(found)
+        for name, _ in module.named_buffers()
+        if name not in homes
+        and len(found := of_parts.get(_owner_of(name), set())) == 1
+        and not _has_parts(module, _owner_of(name))
+    }
+
+
 def find_starts(
     graph: TraceGraph, module: nn.Module, anchors: Collection[str]
 ) -> tuple[list[int], list[str]]:

@@ -31,6 +31,7 @@ from lightning_dist.engine.splitting.tracing.graph import (
     find_anchors,
     find_starts,
     graph_of,
+    homes_of_idle_buffers,
     parts_of,
     titles_of,
 )
@@ -137,6 +138,7 @@ class TraceProgram:
             # A parameter that is not used gets no gradient, so its layer does not matter.
             for name, _ in structure.named_parameters():
                 self._homes.setdefault(name, len(starts) - 1)
+            self._homes |= homes_of_idle_buffers(self._homes, structure)
             self.titles = titles_of(graph, starts)
             self._segments = {
                 trace: self._cut(trace) for trace in dict.fromkeys((in_training, in_evaluation))

@@ -218,6 +218,40 @@ def test_a_whole_state_can_be_loaded_and_names_are_checked() -> None:
     assert torch.equal(module.stem.weight, state["stem.weight"])
 
 
+class FrozenNorms(nn.Module):
+    """Keeps its norms in evaluation mode, as is usual for detectors and in finetuning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3)
+        self.norm, self.last_norm = nn.BatchNorm2d(2), nn.BatchNorm2d(2)
+        self.train()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.first(x)))
+        output: Tensor = self.last_norm(self.second(hidden)).mean()
+        return output
+
+    def train(self, mode: bool = True) -> FrozenNorms:
+        super().train(mode)
+        for norm in (self.norm, self.last_norm):
+            norm.eval()
+        return self
+
+
+def test_norms_that_were_frozen_may_thaw() -> None:
+    module, original, sequence = build(FrozenNorms, image_input)
+    (x,), _ = image_input(2)
+    for each in (module, original):
+        nn.Module.train(each)
+    assert torch.equal(module(x), original(x))
+    assert int(module.norm.num_batches_tracked) == 1
+    assert all(torch.equal(b, original.get_buffer(n)) for n, b in module.named_buffers())
+    for layer, name in ((1, "norm"), (3, "last_norm")):
+        of_the_norm = {f"{name}.{key}" for key in nn.BatchNorm2d(2).state_dict()}
+        assert sequence.names_in([layer]) == of_the_norm
+
+
 def test_a_buffer_that_many_layers_read_is_kept_by_each() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:
