@@ -25,6 +25,7 @@ from lightning_dist.engine.pipeline.stage import Step
 from lightning_dist.engine.pipeline.stages import OwnStages
 from lightning_dist.engine.pipeline.step_checks import (
     NO_INPUT_GRADIENTS,
+    Divisors,
     compares_samples,
     warn_of_comparison,
 )
@@ -98,6 +99,7 @@ class Runtime:
         # The first activation of a batch, by the stage before its boundary. Users freeze and thaw
         # layers between batches, and only the sending stage sees it.
         self._first: dict[int, tuple[TensorInfo, ...]] = {}
+        self._divisors = Divisors()
         self._shapes: dict[int, tuple[Hashable, ...]] = {}  # of a micro-batch's tensors
         # Of the gradients that a stage will send, and receive, for a micro-batch in flight.
         self._keys_out: dict[Place, Hashable] = {}
@@ -134,6 +136,7 @@ class Runtime:
                 error.add_note(self._describe_failure(error, action, work))
                 raise
             start = self._recorder.record(span_kind, action, start)
+        self._divisors.compare()
         results, self._results = self._results, {}
         own = {i: result for (s, i), result in results.items() if self._stages[s].is_last}
         return [own[index] for index in sorted(own)]
@@ -178,6 +181,8 @@ class Runtime:
             )
             if stage.compares_samples and microbatch.weight < 1.0:
                 warn_of_comparison("`training_step`", num_samples)
+        if loss.weight is None and microbatch.weight < 1.0:
+            self._divisors.note(loss.value, microbatch.num_samples)
         share = microbatch.weight * work.gradient_scale
         weight = share if loss.weight is None else loss.weight
         roots = stage.set_loss(index, loss.value, weight * work.loss_scale)

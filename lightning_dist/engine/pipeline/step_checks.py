@@ -11,6 +11,10 @@ fewer. So do a root of a mean, or a normalisation over the batch. Of a loss that
 samples, the gradient of one sample does not depend on another sample. That is what
 :func:`compares_samples` asks, by a second derivative: no step is run again for it.
 
+A mean over targets that are not ignored, or over their class weights, is none over samples either,
+and a mean of such means is another one than that of the whole batch. :class:`Divisors` compares
+what micro-batches divide by.
+
 A gradient penalty asks in the step for a gradient by the model's input. On the last stage the graph
 does not reach so far, so only what the loss has of the input beside the model would be found.
 
@@ -44,6 +48,13 @@ _MOST_ELEMENTS = 1 << 20
 # What is kept in a batch is used in the next. With batches in flight that may be a few later.
 _NUM_COMPARED = 4
 _ROUNDING = 1e-4
+
+# From a loss down to its sums all values are numbers, and these combine them.
+_OF_NUMBERS = frozenset(
+    f"{name}Backward" for name in ("Add", "Div", "Mul", "Neg", "Sub", "ToCopy", "View")
+)
+_CROSS_ENTROPIES = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+_MEAN = 1  # as autograd has it of `reduction="mean"`
 
 
 def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> None:
@@ -169,6 +180,63 @@ def warn_of_comparison(step: str, num_samples: int) -> None:
         f" {step} are cut into micro-batches of {num_samples} here, so the loss may be another one"
         " than on one device. Set num_microbatches=1 for the same; schedule='pipedream' has no"
         " bubble then.",
+        stacklevel=2,
+    )
+
+
+class Divisors:
+    """Compares what the losses of a batch's micro-batches are means over, in the first batches."""
+
+    def __init__(self) -> None:
+        self._num_left = _NUM_COMPARED
+        self._now: dict[int, list[list[Tensor]]] = {}
+
+    def note(self, loss: Tensor, num_samples: int) -> None:
+        """Notes what a micro-batch's loss, with its autograd graph, is divided by."""
+        if self._num_left > 0 and loss.requires_grad:
+            known = [d for d in _divisors_of(loss) if type(d) is Tensor and not d.is_meta]
+            self._now.setdefault(num_samples, []).append(known)
+
+    def compare(self) -> None:
+        """Warns if micro-batches of as many samples divide by different numbers; ends a batch."""
+        if not self._now:
+            return
+        self._num_left -= 1
+        noted, self._now = self._now, {}
+        for num_samples, of_losses in noted.items():
+            for divisors in zip(*of_losses, strict=False):
+                values = sorted(map(float, divisors))
+                if values[-1] - values[0] > _ROUNDING * max(map(abs, values)):
+                    self._num_left = 0
+                    _warn_of_divisors(values[0], values[-1], num_samples)
+                    return
+
+
+def _divisors_of(loss: Tensor) -> Iterator[Tensor]:
+    """Lists the numbers that a loss is divided by, and that its cross-entropies divide by."""
+    waiting: list[Any] = [get_gradient_edge(loss).node]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        name = node.name()
+        # Public, by these names: https://docs.pytorch.org/docs/stable/notes/autograd.html
+        if name in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
+            yield node._saved_total_weight
+        following = [child for child, _ in node.next_functions]
+        if name == "DivBackward0" and following[1] is None:
+            yield node._saved_other
+        if name.rstrip("01") in _OF_NUMBERS:  # 1 for a number of Python
+            waiting += [child for child in following if child is not None and child not in seen]
+            seen.update(waiting)
+
+
+def _warn_of_divisors(least: float, most: float, num_samples: int) -> None:
+    warnings.warn(
+        "The loss is a mean over something that micro-batches have different numbers of, as targets"
+        f" that are not ignored, or class weights: from {least:g} to {most:g} in micro-batches of"
+        f" {num_samples} samples. Here they count by their samples, so gradients are not those of"
+        " one device. Return the number beside the loss, as {'loss': loss, 'weight': n}, in"
+        " evaluations too. If the loss has other parts as well, num_microbatches=1 alone is exact.",
         stacklevel=2,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_dist.engine.pipeline.microbatch import Microbatch
+from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.step_checks import (
     CallNotes,
+    Divisors,
     ModuleCalls,
     check_calls,
     check_no_side_losses,
@@ -21,6 +25,7 @@ from lightning_dist.engine.pipeline.step_checks import (
 )
 from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.block_parity import largest_difference
+from tests.helpers.processes.threads import run_ranks, shapes_of
 
 
 class Layer(nn.Module):
@@ -252,6 +257,77 @@ def test_a_pipeline_warns_of_a_loss_that_compares_samples(schedule: str) -> None
     ) as caught:
         assert largest_difference(model, batches, lambda m, x: info_nce(m(x)), config) > 1e-6
     assert len(caught) == 1
+
+
+IGNORED = torch.tensor([0, 1, 2, 3, 0, 1, 2, -100])  # the second half has fewer targets
+CLASSES = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def masked_mean(logits: Tensor, targets: Tensor) -> Tensor:
+    each = F.cross_entropy(logits, targets, reduction="none")
+    return each.sum() / (targets >= 0).sum()
+
+
+OTHER_MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ignored": F.cross_entropy,
+    "class weights": partial(F.cross_entropy, weight=CLASSES),
+    "smoothed": partial(F.cross_entropy, label_smoothing=0.1),
+    "images": lambda logits, targets: F.cross_entropy(logits[..., None], targets[:, None]),
+    "a mask": masked_mean,
+    "in a sum": lambda x, y: 0.5 * (x.square().mean() - F.cross_entropy(x, y)).double().view(()),
+}
+SAME_MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a sum": partial(F.cross_entropy, reduction="sum"),
+    "a constant": lambda x, y: F.cross_entropy(x, y, reduction="sum") / 4,
+    "none ignored": lambda x, y: F.cross_entropy(x, y.clamp(min=0)),
+    "scaled logits": lambda x, y: (x.square() / (y >= 0).sum()).mean(),
+}
+
+
+def divide(loss_of: Callable[[Tensor, Tensor], Tensor], *sizes: int) -> None:
+    divisors, x = Divisors(), torch.randn(8, 4).requires_grad_()
+    for logits, targets in zip(x.split(sizes), IGNORED.split(sizes), strict=True):
+        divisors.note(loss_of(logits, targets), len(targets))
+    divisors.compare()
+
+
+@pytest.mark.parametrize("name", OTHER_MEANS)
+def test_means_over_other_numbers_than_samples_are_warned_of(name: str) -> None:
+    with pytest.warns(UserWarning, match="mean over something that micro-batches have different"):
+        divide(OTHER_MEANS[name], 4, 4)
+
+
+@pytest.mark.parametrize("name", SAME_MEANS)
+def test_means_over_samples_are_not(name: str) -> None:
+    divide(SAME_MEANS[name], 4, 4)
+    divide(SAME_MEANS[name], 3, 5)
+
+
+def test_a_pipeline_warns_once_of_a_mean_over_targets() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    batches = [(x, IGNORED) for x in torch.randn(2, 8, 4, dtype=torch.float64)]
+
+    def of_targets(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(module(batch[0]), batch[1])
+
+    with pytest.warns(UserWarning, match="from 3 to 4 in micro-batches of 4 samples") as caught:
+        assert largest_difference(model, batches, of_targets, PipelineConfig("1f1b", 2)) > 1e-6
+    assert len(caught) == 1
+
+
+def test_a_pipeline_that_knows_the_weight_does_not() -> None:
+    def train(model: nn.Sequential, pipeline: Pipeline) -> None:
+        def step(microbatch: Microbatch) -> Any:
+            x, y = microbatch.content
+            return {"loss": F.cross_entropy(model(x), y), "weight": (y >= 0).sum()}
+
+        pipeline.train_batch((torch.randn(8, 4), IGNORED), step)
+
+    shapes = shapes_of("interleaved_1f1b", 2, (1, 1), num_ranks=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), shapes, train)
 
 
 def notes_of(*calls: tuple[int, Any]) -> CallNotes:
