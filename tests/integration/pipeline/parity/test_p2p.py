@@ -115,7 +115,9 @@ def train_with_crops(transport: str, num_microbatches: int) -> str:
 
     def crop(batch: Any, *_: Any) -> Any:
         length = next(lengths)
-        return TiedText.training_step(module, [part.clone()[:, :length] for part in batch], 0)
+        tokens, targets = (part.clone()[:, :length] for part in batch)
+        loss = TiedText.training_step(module, [tokens, targets], 0)
+        return {"loss": loss, "weight": targets.numel()}
 
     module.training_step = crop  # type: ignore[method-assign]
     strategy = PipelineStrategy(
