@@ -146,6 +146,7 @@ class Runtime:
         stores = (self._received, self._results, self._gradients_in, self._gradients_out)
         for store in (*stores, self._keys_out, self._keys_in):
             store.clear()
+        self._divisors = Divisors()
         for stage in self._stages.values():
             stage.clear()
 

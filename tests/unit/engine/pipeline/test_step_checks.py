@@ -316,6 +316,14 @@ def test_a_pipeline_warns_once_of_a_mean_over_targets() -> None:
     assert len(caught) == 1
 
 
+def run_alone(train: Callable[[nn.Sequential, Pipeline], None]) -> None:
+    """Runs two stages in this process; a warning is an error."""
+    shapes = shapes_of("interleaved_1f1b", 2, (1, 1), num_ranks=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), shapes, train)
+
+
 def test_a_pipeline_that_knows_the_weight_does_not() -> None:
     def train(model: nn.Sequential, pipeline: Pipeline) -> None:
         def step(microbatch: Microbatch) -> Any:
@@ -324,10 +332,24 @@ def test_a_pipeline_that_knows_the_weight_does_not() -> None:
 
         pipeline.train_batch((torch.randn(8, 4), IGNORED), step)
 
-    shapes = shapes_of("interleaved_1f1b", 2, (1, 1), num_ranks=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_ranks(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), shapes, train)
+    run_alone(train)
+
+
+def test_a_batch_that_failed_is_not_compared_with_the_next() -> None:
+    def train(model: nn.Sequential, pipeline: Pipeline) -> None:
+        def step(microbatch: Microbatch) -> Tensor:
+            x, y = microbatch.content
+            if not x.isfinite().all():
+                raise ZeroDivisionError
+            return F.cross_entropy(model(x), y)
+
+        x = torch.randn(8, 4)
+        with pytest.raises(ZeroDivisionError):
+            pipeline.train_batch((torch.cat([x[:4], x[4:] / 0]), IGNORED), step)
+        pipeline.clear()
+        pipeline.train_batch((x, IGNORED[4:].repeat(2)), step)
+
+    run_alone(train)
 
 
 def notes_of(*calls: tuple[int, Any]) -> CallNotes:
