@@ -23,10 +23,12 @@ from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.comms.group_pool import pool_of_world
+from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import ModelCosts, averaged
 from lightning_dist.engine.planning.search.plan import Ranking
-from lightning_dist.engine.planning.search.search import Request, corrected, search
+from lightning_dist.engine.planning.search.search import Request, search
+from lightning_dist.engine.planning.search.tried import corrected, next_to_try
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.base import lightning_loaders
@@ -52,7 +54,6 @@ from lightning_dist.strategies.mesh_runtime.measuring.rehearsal import Rehearsal
 
 _KEY = "lightning_dist_plan"
 _GPU_OVERLAP = 0.9
-_MOST_REHEARSED = 4  # meshes
 
 
 class AutoStrategy(MeshStrategy):
@@ -187,11 +188,11 @@ class AutoStrategy(MeshStrategy):
             return found
         return corrected(found, self._rehearse(found, batch), machine)
 
-    def _rehearse(self, ranking: Ranking, batch: Any) -> dict[MeshShape, float | None]:
-        """Runs the best plan of each of some meshes. Collective: every rank must call it.
+    def _rehearse(self, ranking: Ranking, batch: Any) -> dict[Layout, float | None]:
+        """Runs steps of some plans. Collective: every rank must call it.
 
         Returns:
-            By mesh, the time of a step over what the plan says; None if it cannot be put there.
+            By layout, the time of a step over what the plan says; None if the module can't have it.
         """
         rehearsal = Rehearsal(
             self.module,
@@ -203,11 +204,9 @@ class AutoStrategy(MeshStrategy):
             self._states,
             self.timeout_seconds,
         )
-        ratios: dict[MeshShape, float | None] = {}
-        for plan in ranking.plans:
+        ratios: dict[Layout, float | None] = {}
+        while (plan := next_to_try(ranking, ratios)) is not None:
             mesh = plan.layout.mesh
-            if mesh in ratios or len(ratios) == _MOST_REHEARSED:
-                continue
             planned = MeshStrategy.from_plan(
                 plan, find_unused_parameters=self._finds_unused, tensor=self._tensor_config
             )
@@ -216,9 +215,9 @@ class AutoStrategy(MeshStrategy):
             try:
                 taken = rehearsal.seconds(mesh, ranks, planned.parallelism(mesh))
             except ValueError:  # alike on all ranks, as each says it
-                ratios[mesh] = None
+                ratios[plan.layout] = None
             else:
-                ratios[mesh] = taken / plan.estimate.seconds_with_batch
+                ratios[plan.layout] = taken / plan.estimate.seconds_with_batch
             gc.collect()  # copies of the module are in cycles, and would fill the device
         return ratios
 

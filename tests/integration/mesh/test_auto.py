@@ -82,7 +82,7 @@ def rehearse_in_half() -> tuple[int, int]:
     trainer.fit(make_gpt().float(), *loaders)
     assert strategy.ranking is not None
     assert half.loss_scale is not None
-    return len(strategy.ranking.rehearsed), half.loss_scale.num_steps
+    return len({layout.mesh for layout in strategy.ranking.tried}), half.loss_scale.num_steps
 
 
 def test_tries_steps_in_half_precision_without_its_loss_scale(workers: WorkerPool) -> None:

@@ -91,13 +91,13 @@ class Ranking:
         plans: The plans that fit.
         num_layouts: Number of layouts that the search has compared.
         unfitting: Faster layouts that do not fit, the fastest first.
-        rehearsed: Meshes on which steps ran, so that their plans' times are known better.
+        tried: Layouts of which steps ran; their plans' times are measured.
     """
 
     plans: tuple[Plan, ...]
     num_layouts: int
     unfitting: tuple[Plan, ...] = ()
-    rehearsed: tuple[MeshShape, ...] = ()
+    tried: tuple[Layout, ...] = ()
 
     @property
     def best(self) -> Plan:
@@ -118,8 +118,8 @@ class Ranking:
         costs = () if price is None else price.headings
         number = len(headings) + len(costs)
         title = f"The best {len(self.plans)} of {self.num_layouts:,} layouts"
-        if self.rehearsed:
-            title += f", with steps tried on {len(self.rehearsed)} meshes"
+        if self.tried:
+            title += f", with steps of {len(self.tried)} tried"
         return Table(
             title, (*headings, *costs, "why not"), tuple(rows), frozenset(range(1, number))
         )

@@ -11,11 +11,10 @@ steps. With a given batch of a data replica, layouts with more replicas have lar
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import product
-from statistics import median
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import check_count
@@ -122,52 +121,19 @@ def search(costs: ModelCosts, machine: Machine, request: Request) -> Ranking:
     near = [Plan(layout, estimator.estimate(layout)) for layout in cut]
     others = nsmallest(_UNFITTING_SHOWN, near, lambda plan: plan.seconds_per_sample)
     plans = tuple(plan for _, _, plan in best)
-    return _explained(Ranking(plans, len(layouts), tuple(others)), machine)
+    return with_reasons(Ranking(plans, len(layouts), tuple(others)), machine)
 
 
-def corrected(
-    ranking: Ranking, ratios: Mapping[MeshShape, float | None], machine: Machine
-) -> Ranking:
-    """Returns a ranking by what steps have taken.
-
-    Args:
-        ranking: The plans.
-        ratios: A step's measured time over the predicted one, on some meshes, for all plans there;
-            None for a mesh that the module cannot be put on. Other meshes take the median.
-        machine: The machine.
-
-    Raises:
-        ValueError: The module cannot be put on any of the plans' meshes.
-    """
-    known = {mesh: ratio for mesh, ratio in ratios.items() if ratio is not None}
-    usual = median(known.values() or [1.0])
-
-    def ordered(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-        possible = [p for p in plans if ratios.get(p.layout.mesh, usual) is not None]
-        found = [
-            replace(p, estimate=p.estimate.times(known.get(p.layout.mesh, usual)), reason="")
-            for p in possible
-        ]
-        return tuple(sorted(found, key=lambda plan: plan.seconds_per_sample))
-
-    plans = ordered(ranking.plans)
-    if not plans:
-        raise ValueError(f"The module goes on none of {', '.join(map(str, ratios))}.")
-    others = ordered(ranking.unfitting)
-    return _explained(Ranking(plans, ranking.num_layouts, others, tuple(known)), machine)
-
-
-def _explained(ranking: Ranking, machine: Machine) -> Ranking:
+def with_reasons(ranking: Ranking, machine: Machine) -> Ranking:
     """Returns a ranking that says why plans lose, without slower ones that do not fit."""
     best = ranking.best
     faster = [p for p in ranking.unfitting if p.seconds_per_sample < best.seconds_per_sample]
 
-    def explained(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-        return tuple(replace(plan, reason=why(plan, best, machine)) for plan in plans)
+    def losing(plan: Plan) -> Plan:
+        return replace(plan, reason=why(plan, best, machine))
 
-    return replace(
-        ranking, plans=(best, *explained(ranking.plans[1:])), unfitting=explained(faster)
-    )
+    plans = best, *map(losing, ranking.plans[1:])
+    return replace(ranking, plans=plans, unfitting=tuple(map(losing, faster)))
 
 
 # --- what there is -------------------------------------------------------------------------------

@@ -9,14 +9,13 @@ import pytest
 
 from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.search.estimate import Estimator
-from lightning_dist.engine.planning.search.layout import BATCHES, Layout
+from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import ModelCosts
 from lightning_dist.engine.planning.search.plan import Plan, Price
 from lightning_dist.engine.planning.search.search import (
     Request,
     all_layouts,
-    corrected,
     search,
     why,
 )
@@ -60,35 +59,6 @@ def test_the_ten_best_of_all(memory: float, overlap: float, batch: dict[str, int
     times = [plan.seconds_per_sample for plan in found.plans]
     assert times == pytest.approx([seconds for seconds, _ in expected], rel=1e-9)
     assert all(plan.estimate.memory.peak <= memory for plan in found.plans)
-
-
-def test_steps_that_were_tried_correct_all_plans_of_their_mesh() -> None:
-    where = machine(1e9, world_size=2)
-    found = search(drawn(1), where, Request(batch_size=6, num_plans=100))
-    meshes = dict.fromkeys(plan.layout.mesh for plan in found.plans)
-    slow, refused, *rest = meshes
-    assert rest
-    ranking = corrected(found, {slow: 3.0, refused: None, rest[0]: 2.0}, where)
-    before = {plan.layout: plan.estimate for plan in found.plans}
-    assert len(ranking.plans) == sum(layout.mesh != refused for layout in before)
-    for plan in ranking.plans:
-        mesh, expected = plan.layout.mesh, before[plan.layout]
-        factor = {slow: 3.0, rest[0]: 2.0}.get(mesh, 2.5)  # the median
-        tried = plan.estimate.seconds_with_batch
-        assert tried == pytest.approx(factor * expected.seconds_with_batch)
-        assert plan.estimate.waits.get(BATCHES) == expected.waits.get(BATCHES)
-        assert plan.estimate.memory == expected.memory
-        own, theirs = plan.estimate.waits, expected.waits
-        assert {n: w.num_bytes for n, w in own.items()} == {
-            n: w.num_bytes for n, w in theirs.items()
-        }
-    times = [plan.seconds_per_sample for plan in ranking.plans]
-    assert times == sorted(times)
-    assert [bool(plan.reason) for plan in ranking.plans] == [False] + [True] * (len(times) - 1)
-    assert ranking.rehearsed == (slow, rest[0])
-    assert "with steps tried on 2 meshes" in ranking.table().title
-    with pytest.raises(ValueError, match="goes on none of"):
-        corrected(found, dict.fromkeys(meshes), where)
 
 
 def test_bounds_are_bounds() -> None:
