@@ -62,6 +62,12 @@ class Keeping(Classifier):
         return Lists(self.parameters(), lr=0.1)
 
 
+class Clamping(Classifier):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.model[-1].weight.clamp_(-0.1, 0.1)
+
+
 class Lists(torch.optim.SGD):
     """Keeps copies of all parameters in a list."""
 
@@ -95,6 +101,7 @@ CASES: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any], str]] =
         "Synchronised BatchNorm waits in its forward for all ranks",
     ),
     "shards": (Classifier, {}, {}, "The module is sharded already, .* whole parameters"),
+    "written": (Clamping, {"mode": "async"}, {}, "written into the weights between two batches"),
     "length": (Classifier, {"mode": "async"}, {}, "mode='async' needs training loaders of known"),
 }
 

@@ -44,6 +44,15 @@ class Doubling(Classifier):
             self.model[0].conv.weight.mul_(2.0)
 
 
+class Shrinking(Classifier):
+    """Changes its weights behind each step, as a critic whose weights are clipped."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.9)
+
+
 def fit(strategy: Any, module: Classifier, devices: int, **options: Any) -> dict[str, Tensor]:
     rank = int(os.environ.get("RANK", "0"))
     trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2, **options)
@@ -61,7 +70,7 @@ def fit_all(devices: int, kind: str) -> list[dict[str, Tensor]]:
     for optimizer in OPTIMIZERS:
         module = make_module(Classifier, optimizer=optimizer, schedule_lr=True)
         found.append(fit(strategy(), module, devices, accumulate_grad_batches=2))
-    found.append(fit(strategy(), make_module(Doubling), devices))
+    found += [fit(strategy(), make_module(class_), devices) for class_ in (Doubling, Shrinking)]
     thaws = BackboneFinetuning(1, lambda epoch: 1.0, initial_denom_lr=2.0)
     found.append(fit(strategy(), make_module(Finetuned), devices, callbacks=[thaws]))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -58,6 +59,7 @@ class Push:
     gradients: list[Tensor | None]  # of the server's shard; None where a step left one out
     groups: list[dict[str, Any]]  # values of the worker's parameter groups, such as learning rates
     asked: tuple[int, ...]  # numbers of the decisions that this worker asks all workers for
+    weights: Sequence[Tensor] = ()  # those of the server's own worker, in step; hooks may write
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Meet:
     """A worker waits for all workers."""
 
     drains: bool  # whether weights are sent, and pushes wait until the server opens again
+    weights: Sequence[Tensor] = ()  # as above
 
 
 @dataclass(frozen=True, slots=True)

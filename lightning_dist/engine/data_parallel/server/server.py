@@ -37,6 +37,7 @@ class ParameterServer:
         self._clocks = dict.fromkeys(workers, 0)  # updates of each worker that is left
         self._num_updates = 0
         self._pushed: dict[int, list[Tensor | None]] = {}
+        self._written: Sequence[Tensor] = ()  # what hooks have left of the weights
         self._sent: dict[int, list[Tensor]] = {}
         self._due: dict[int, int] = {}
         self._present: set[int] = set()
@@ -70,6 +71,7 @@ class ParameterServer:
             RuntimeError: The server has failed.
         """
         with self._changed, torch.no_grad():
+            self._written = request.weights or self._written
             if isinstance(request, Meet):
                 self._meet(worker, request)
             else:
@@ -103,6 +105,7 @@ class ParameterServer:
             # In the order of ranks, which the result must not depend on.
             pushed = [self._pushed[rank] for rank in sorted(self._pushed)]
             self._pushed.clear()
+            self._take_written()
             self._shard.step(_mean(pushed), push.groups)
             self._num_updates += 1
         self._changed.notify_all()
@@ -116,6 +119,13 @@ class ParameterServer:
     def _is_within_bound(self, worker: int) -> bool:
         bound = self._options.max_staleness
         return bound is None or self._clocks[worker] - min(self._clocks.values()) <= bound
+
+    def _take_written(self) -> None:
+        """Takes the weights of this rank's worker, when no worker still waits for older ones."""
+        if self._written:
+            for weight, written in zip(self._shard.weights, self._written, strict=True):
+                weight.copy_(written)
+        self._written = ()
 
     def _compensated(self, worker: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
         if self._options.compensation == "none":
@@ -145,6 +155,7 @@ class ParameterServer:
             # The same for all, though some leave before others.
             self._met = Reply([], dict(self._due), tuple(sorted(self._clocks)))
             if self._is_draining:
+                self._take_written()
                 self._is_open = False  # before any worker leaves
             self._num_meetings += 1
             self._changed.notify_all()

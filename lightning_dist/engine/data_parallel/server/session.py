@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dist.engine.comms.channel import Receiver, Sender
@@ -74,6 +75,8 @@ class ServerSession:
             receiver = DistributedReceiver(back, server, device, timeout_seconds)
             self._of_servers.append((DistributedSender(there, server), receiver))
         self._decisions = decisions
+        self._shares_steps = options.mode == "sync"
+        self._versions: list[tuple[Tensor, int]] = []  # of the weights when they came
         decisions.begin()
         self.is_open = False  # whether weights may have changed since the last drain
         self._follow()
@@ -83,6 +86,7 @@ class ServerSession:
         if self.is_open:
             return
         self._follow()
+        self._note_versions()
         self.is_open = True
         if self.server is not None:
             with self._stream.in_turn():
@@ -92,7 +96,13 @@ class ServerSession:
         """Pushes the gradients of the module, and takes the weights that come back."""
         groups, asked = group_values(self._optimizer), tuple(self._decisions.asked)
         shards = self._partition.shards
-        replies = self._ask([Push([p.grad for p in own], groups, asked) for own in shards])
+        self._check_unwritten()
+        replies = self._ask(
+            [
+                Push([p.grad for p in own], groups, asked, self._written(server))
+                for server, own in enumerate(shards)
+            ]
+        )
         self._install(replies)
         self._decisions.end_update()
         self._decisions.learn(replies[0].due)
@@ -101,7 +111,9 @@ class ServerSession:
         """Waits for all workers, and takes the newest weights; the servers let no push in."""
         if self.is_open:
             self.is_open = False
-            self._install(self._ask([Meet(drains=True)] * len(self._of_servers)))
+            servers = range(len(self._of_servers))
+            self._check_unwritten()
+            self._install(self._ask([Meet(True, self._written(server)) for server in servers]))
 
     def meet(self) -> tuple[int, ...]:
         """Waits for all workers, and returns the ranks of those that are left."""
@@ -124,6 +136,25 @@ class ServerSession:
         for shard, reply in zip(self._partition.shards, replies, strict=True):
             for parameter, weight in zip(shard, reply.weights, strict=True):
                 parameter.copy_(weight)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [(p, p._version) for shard in self._partition.shards for p in shard]
+
+    def _check_unwritten(self) -> None:
+        if self._shares_steps or all(p._version == version for p, version in self._versions):
+            return
+        raise ValueError(
+            "A hook has written into the weights between two batches. Under"
+            " ParameterServerStrategy that works in step only, for otherwise the servers' weights"
+            " have gone on meanwhile: use mode='sync', or write where all workers meet, as in"
+            " `on_train_epoch_start`."
+        )
+
+    def _written(self, server: int) -> list[Tensor]:
+        """Returns the weights of this rank's server, into which hooks may have written."""
+        is_own = self._shares_steps and server == self._rank
+        return [p.detach() for p in self._partition.shards[server]] if is_own else []
 
     @property
     def own_values(self) -> list[dict[str, Any]] | None:

@@ -40,13 +40,12 @@ from lightning_dist.engine.splitting.tracing.reads import (
     Parts,
     Place,
     Structure,
-    changed_places,
+    changed_names,
     differing,
     noted_grad_mode,
     noted_reads,
 )
 from lightning_dist.engine.splitting.tracing.segment import Segment, cut_graph
-from lightning_dist.engine.tensors.module_tree import dotted
 from lightning_dist.engine.tensors.patch import TracedHook, hooks_of
 
 _TRACED_ON = torch.device("cpu")
@@ -181,17 +180,16 @@ class TraceProgram:
         if self.casts is not None:
             self.casts(structure)
         own, copied = self._structure.parts, dict(structure.named_modules())
-        changed: set[Place] = set()
+        changed: list[str] = []
         # In the trace, for torch puts back what it finds changed behind it.
-        structure.register_forward_hook(lambda *_: changed.update(changed_places(own, copied)))
+        structure.register_forward_hook(lambda *_: changed.extend(changed_names(own, copied)))
         example = self._examples[form]
         with noted_reads(structure) as reads, noted_grad_mode() as answers:
             program = export(structure, example, has_grad=has_grad, autocast=form.autocast)
         if changed:
-            assigned = sorted(dotted(*place) for place in changed)
             raise ValueError(
-                f"The forward assigns {assigned}, which a graph does not do."
-                " Assign such values in the steps or hooks of the LightningModule."
+                f"The forward assigns {changed}, which a graph does not do. Assign such values"
+                " before the run, or in the steps or hooks of the LightningModule."
             )
         graph = graph_of(program, self.canonical)
         written = graph.written(graph.attributes)

@@ -130,17 +130,26 @@ def noted_grad_mode() -> Iterator[list[bool]]:
         yield answers
 
 
-def changed_places(before: Parts, after: Parts) -> set[Place]:
-    """Returns the places of attributes that a forward has assigned, or written into.
+def changed_names(before: Parts, after: Parts) -> list[str]:
+    """Lists the attributes that a forward has assigned, or written into.
 
-    Torch itself sees to tensors.
+    Torch itself sees to tensors. Of an object that several parts have, such as a configuration, the
+    first name is listed, and which of its own attributes have changed.
     """
-    return {
-        (path, name)
-        for path, part in before.items()
-        for name in (vars(part).keys() | vars(after[path]).keys()) - _OF_TORCH
-        if not alike(held_at(before, (path, name)), held_at(after, (path, name)), tensors=False)
-    }
+    names: dict[int, list[str]] = {}
+    for path, part in before.items():
+        for name in sorted((vars(part).keys() | vars(after[path]).keys()) - _OF_TORCH):
+            held, now = (held_at(parts, (path, name)) for parts in (before, after))
+            if not alike(held, now, tensors=False):
+                names.setdefault(id(now[0] if now else held[0]), _changed(path, name, held, now))
+    return sorted(name for listed in names.values() for name in listed)
+
+
+def _changed(path: str, name: str, held: Held, now: Held) -> list[str]:
+    own = [vars(value) for value in (*held, *now) if hasattr(value, "__dict__")]
+    inner = own[0].keys() | own[1].keys() if len(own) == 2 else ()
+    changed = [key for key in inner if not alike(*(values.get(key) for values in own))]
+    return [dotted(path, name, key) for key in changed] or [dotted(path, name)]
 
 
 def differing(values: Mapping[Place, Held], parts: Parts) -> Iterator[Place]:

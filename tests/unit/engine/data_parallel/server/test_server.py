@@ -31,13 +31,22 @@ class Served:
         self.server.open()
         self.threads = ThreadPoolExecutor(num_workers)
 
-    def push(self, worker: int, value: float | None, *asked: int) -> Future[Reply]:
+    def push(
+        self, worker: int, value: float | None, *asked: int, written: float | None = None
+    ) -> Future[Reply]:
         gradient: Tensor | None = None if value is None else torch.tensor(value)
-        push = Push([gradient], GROUPS, asked)
+        push = Push([gradient], GROUPS, asked, tensors(written))
         return self.threads.submit(self.server.answer, worker, push)
 
-    def meet(self, worker: int, drains: bool = False) -> Future[Reply]:
-        return self.threads.submit(self.server.answer, worker, Meet(drains))
+    def meet(
+        self, worker: int, drains: bool = False, written: float | None = None
+    ) -> Future[Reply]:
+        meet = Meet(drains, tensors(written))
+        return self.threads.submit(self.server.answer, worker, meet)
+
+
+def tensors(value: float | None) -> list[Tensor]:
+    return [] if value is None else [torch.tensor(value)]
 
 
 def weight_of(reply: Future[Reply]) -> float:
@@ -55,6 +64,16 @@ def test_in_step_it_waits_for_all_and_takes_the_mean() -> None:
     assert is_waiting(first)
     second = served.push(0, None)
     assert weight_of(first) == weight_of(second) == -1.5
+
+
+def test_in_step_it_takes_what_hooks_have_written_when_all_have_the_last_answer() -> None:
+    served = Served(2)
+    first = served.push(0, 1.0, written=10.0)
+    assert is_waiting(first)
+    assert weight_of(served.push(1, 3.0)) == weight_of(first) == 8.0
+    first = served.meet(0, drains=True, written=5.0)
+    assert is_waiting(first)
+    assert weight_of(served.meet(1, drains=True)) == weight_of(first) == 5.0
 
 
 def test_out_of_step_each_gradient_counts_at_once() -> None:

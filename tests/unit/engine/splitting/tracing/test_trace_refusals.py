@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,19 @@ class Two(nn.Module):
 class Branch(Two):
     def forward(self, x: Tensor) -> Tensor:
         return self.first(x) if x.sum() > 0 else self.second(x)
+
+
+class Configures(Two):
+    """Finds out at its first call what its parts, too, read in the configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(width=4, problem_type=None)
+        self.first.config = self.config
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.problem_type = "regression"
+        return super().forward(x)
 
 
 class Numpy(Two):
@@ -173,6 +187,7 @@ class Hooked(Two):
         (Counts, r"assigns \['count'\].*steps or hooks", ""),
         (CountsPrivately, r"assigns \['_count'\].*steps or hooks", ""),
         (Appends, r"assigns \['seen'\].*steps or hooks", ""),
+        (Configures, r"assigns \['config\.problem_type'\].*before the run", ""),
         (WritesPlainTensor, r"writes into \['total'\].*`register_buffer`", ""),
         (
             AsksRequiresGrad,
