@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.comms.links import Links
-from lightning_dist.engine.pipeline.earlier_gradients import EarlierGradients
+from lightning_dist.engine.pipeline.gradients import EarlierGradients
 from lightning_dist.engine.pipeline.loss_weights import AverageWeight, LossWeights
 from lightning_dist.engine.pipeline.microbatch import Microbatch, split
 from lightning_dist.engine.pipeline.runtime import Runtime, Work

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from lightning_dist.engine.comms.channel import TensorInfo
 from lightning_dist.engine.comms.links import Links
+from lightning_dist.engine.pipeline.loss_checks import (
+    Reductions,
+    compares_samples,
+    warn_of_comparison,
+)
 from lightning_dist.engine.pipeline.loss_weights import LossWeights
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.stage import Step
 from lightning_dist.engine.pipeline.stages import OwnStages
-from lightning_dist.engine.pipeline.step_checks import (
-    NO_INPUT_GRADIENTS,
-    Divisors,
-    compares_samples,
-    warn_of_comparison,
-)
+from lightning_dist.engine.pipeline.step_checks import NO_INPUT_GRADIENTS
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.timeline import SpanKind
@@ -99,7 +99,7 @@ class Runtime:
         # The first activation of a batch, by the stage before its boundary. Users freeze and thaw
         # layers between batches, and only the sending stage sees it.
         self._first: dict[int, tuple[TensorInfo, ...]] = {}
-        self._divisors = Divisors()
+        self._reductions = Reductions()
         self._shapes: dict[int, tuple[Hashable, ...]] = {}  # of a micro-batch's tensors
         # Of the gradients that a stage will send, and receive, for a micro-batch in flight.
         self._keys_out: dict[Place, Hashable] = {}
@@ -136,7 +136,7 @@ class Runtime:
                 error.add_note(self._describe_failure(error, action, work))
                 raise
             start = self._recorder.record(span_kind, action, start)
-        self._divisors.compare()
+        self._reductions.compare()
         results, self._results = self._results, {}
         own = {i: result for (s, i), result in results.items() if self._stages[s].is_last}
         return [own[index] for index in sorted(own)]
@@ -146,7 +146,7 @@ class Runtime:
         stores = (self._received, self._results, self._gradients_in, self._gradients_out)
         for store in (*stores, self._keys_out, self._keys_in):
             store.clear()
-        self._divisors = Divisors()
+        self._reductions = Reductions()
         for stage in self._stages.values():
             stage.clear()
 
@@ -183,7 +183,7 @@ class Runtime:
             if stage.compares_samples and microbatch.weight < 1.0:
                 warn_of_comparison("`training_step`", num_samples)
         if loss.weight is None and microbatch.weight < 1.0:
-            self._divisors.note(loss.value, microbatch.num_samples)
+            self._reductions.note(loss.value, microbatch.num_samples)
         share = microbatch.weight * work.gradient_scale
         weight = share if loss.weight is None else loss.weight
         roots = stage.set_loss(index, loss.value, weight * work.loss_scale)

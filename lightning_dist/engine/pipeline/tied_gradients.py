@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.comms.links import ChannelEnds
-from lightning_dist.engine.pipeline.earlier_gradients import EarlierGradients
+from lightning_dist.engine.pipeline.gradients import EarlierGradients
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.dtensor import from_shard, local_part
 

@@ -21,10 +21,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_dist.engine.comms.connect import Channels
+from lightning_dist.engine.pipeline.loss_checks import warn_of_comparison
 from lightning_dist.engine.pipeline.microbatch import Microbatch, merge, weight_of
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stage import NotCalledError
-from lightning_dist.engine.pipeline.step_checks import CallNotes, check_calls, warn_of_comparison
+from lightning_dist.engine.pipeline.step_checks import CallNotes, check_calls
 from lightning_dist.engine.tensors.tree import map_tensors, own_copy, tensors_in
 from lightning_dist.strategies.base.lightning_internals import (
     as_of_training_step,
