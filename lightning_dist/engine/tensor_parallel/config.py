@@ -96,7 +96,7 @@ def _check_kind(name: str, layer: nn.Module, style: Style) -> None:
         is_right = is_token_table(layer)
         wanted = "an nn.Embedding without max_norm, scale_grad_by_freq and sparse"
     elif style.cuts_a_matrix:
-        is_right, wanted = is_projection(layer), "a plain nn.Linear"
+        is_right, wanted = is_projection(layer), "a plain nn.Linear with its weight as a parameter"
         if style is Style.COLWISE_GATHER and is_adapted(layer):
             is_right, wanted = False, "an nn.Linear without adapters, such as its base_layer"
     else:
