@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_dist.engine.splitting.block_forward import BlockRoute
@@ -32,17 +33,25 @@ def keywords_of_a_stage(model: nn.Module, keywords: Mapping[str, Any]) -> dict[s
     Raises:
         ValueError: The keywords or the model's configuration request outputs of all layers.
     """
+    _check_outputs(model, keywords, {"use_cache": keywords.get("use_cache")})
+    return without_cache(model, keywords)
+
+
+def _check_outputs(model: nn.Module, keywords: Mapping[str, Any], more: Mapping[str, Any]) -> None:
     config = getattr(model, "config", None)
     asked = {name: keywords.get(name, getattr(config, name, None)) for name in _OF_ALL_LAYERS}
-    asked["use_cache"] = keywords.get("use_cache")
-    wanted = [f"{name}={value!r}" for name, value in asked.items() if value]
+    wanted = [f"{name}={value!r}" for name, value in (asked | {**more}).items() if value]
     if wanted:
         raise ValueError(
             f"{', '.join(wanted)} asks {type(model).__name__} for something of all layers, but each"
             " stage has only its own. Leave it out of the call, and of the model's `config`; for"
             " such outputs run the model on a single device."
         )
-    return without_cache(model, keywords)
+
+
+def _check_inner_call(model: nn.Module, _: Any, keywords: Mapping[str, Any]) -> None:
+    """Checks a call in the model's forward, for hooks of blocks collect what is asked for."""
+    _check_outputs(model, keywords, {})
 
 
 def without_cache(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,6 +79,8 @@ class Blocks(Layers):
             ],
         )
         self.origin = f"the blocks of {path}"
+        self._path = path
+        self._checks: list[RemovableHandle] = []
         self._route = BlockRoute(
             module, path=path, before=before, after=after, run=self.compiler.resume
         )
@@ -91,9 +102,19 @@ class Blocks(Layers):
     def attach(self, device: torch.device) -> None:
         super().attach(device)
         self._route.attach()
+        names = self._path.split(".")[:-1]
+        around = [".".join(names[: depth + 1]) for depth in range(len(names))]
+        self._checks = [
+            self.module.get_submodule(name).register_forward_pre_hook(
+                _check_inner_call, with_kwargs=True
+            )
+            for name in around
+        ]
 
     @override
     def detach(self) -> None:
+        for check in self._checks:
+            check.remove()
         self._route.detach()
         super().detach()
 

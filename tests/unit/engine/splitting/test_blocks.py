@@ -292,6 +292,40 @@ def test_a_value_past_the_blocks_is_never_a_wrong_number() -> None:
         difference(Model(Around), "1f1b")
 
 
+class Collecting(Body):
+    """Collects what its blocks return, by their hooks, as models of transformers do."""
+
+    def forward(
+        self, tokens: Tensor, scale: float = 1.0, output_hidden_states: bool = False
+    ) -> Tensor:
+        found: list[Tensor] = []
+        hooks = [
+            block.register_forward_hook(lambda _, __, output: found.append(output))
+            for block in self.blocks._modules.values()
+            if isinstance(block, Block)
+        ]
+        last = super().forward(tokens, scale)
+        for hook in hooks:
+            hook.remove()
+        return torch.stack(found).mean(dim=0) if output_hidden_states else last
+
+
+class OfAllLayers(Model):
+    def forward(self, tokens: Tensor, **options: Any) -> Tensor:
+        return self.head(self.body(tokens, **options, output_hidden_states=self.asks))
+
+    asks = True
+
+
+def test_a_call_inside_of_the_model_asks_for_no_outputs_of_all_layers() -> None:
+    model = OfAllLayers(Collecting)
+    with pytest.raises(ValueError, match="output_hidden_states=True asks Collecting for something"):
+        difference(model, "1f1b")
+    model = OfAllLayers(Collecting)
+    model.asks = False
+    assert difference(model, "1f1b") < 1e-13
+
+
 def test_a_nan_of_the_models_own_stays_one() -> None:
     class Broken(Body):
         def forward(self, tokens: Tensor, scale: float = 1.0) -> Tensor:
@@ -310,6 +344,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert list(model.state_dict()) == names
     layers.detach()
     assert model.body.blocks is blocks
+    assert not model.body._forward_pre_hooks
     cut(layers, [2, 3], [0])
     layers.attach(torch.device("cpu"))
     assert "forward" in model.head.__dict__
