@@ -50,7 +50,7 @@ def _check_outputs(model: nn.Module, keywords: Mapping[str, Any], more: Mapping[
 
 
 def _check_inner_call(model: nn.Module, _: Any, keywords: Mapping[str, Any]) -> None:
-    """Checks a call in the model's forward, for hooks of blocks collect what is asked for."""
+    """Checks a call inside of the model's forward: hooks of blocks collect what it asks for."""
     _check_outputs(model, keywords, {})
 
 

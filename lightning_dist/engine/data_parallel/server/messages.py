@@ -59,7 +59,7 @@ class Push:
     gradients: list[Tensor | None]  # of the server's shard; None where a step left one out
     groups: list[dict[str, Any]]  # values of the worker's parameter groups, such as learning rates
     asked: tuple[int, ...]  # numbers of the decisions that this worker asks all workers for
-    weights: Sequence[Tensor] = ()  # those of the server's own worker, in step; hooks may write
+    weights: Sequence[Tensor] = ()  # in step, of the server's own worker: hooks may have written
 
 
 @dataclass(frozen=True, slots=True)
