@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from typing_extensions import override
 from lightning_dist.engine.splitting.block_forward import BlockRoute
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.tensors.compiler import refuse_wrapper
+from lightning_dist.engine.tensors.module_tree import dotted
 
 _OF_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -102,8 +104,7 @@ class Blocks(Layers):
     def attach(self, device: torch.device) -> None:
         super().attach(device)
         self._route.attach()
-        names = self._path.split(".")[:-1]
-        around = [".".join(names[: depth + 1]) for depth in range(len(names))]
+        around = accumulate(self._path.split(".")[:-1], dotted)
         self._checks = [
             self.module.get_submodule(name).register_forward_pre_hook(
                 _check_inner_call, with_kwargs=True

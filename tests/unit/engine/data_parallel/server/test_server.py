@@ -25,9 +25,9 @@ class Served:
     def __init__(self, num_workers: int, **options: Any) -> None:
         weight = nn.Parameter(torch.zeros(()))
         optimizer = torch.optim.SGD([weight], lr=1.0)
-        shard = ShardOptimizer(optimizer)
-        shard.follow(optimizer, [weight])
-        self.server = ParameterServer(shard, ServerOptions(**options), range(num_workers))
+        self.shard = ShardOptimizer(optimizer)
+        self.shard.follow(optimizer, [weight])
+        self.server = ParameterServer(self.shard, ServerOptions(**options), range(num_workers))
         self.server.open()
         self.threads = ThreadPoolExecutor(num_workers)
 
@@ -70,9 +70,11 @@ def test_in_step_it_takes_what_hooks_have_written_when_all_have_the_last_answer(
     served = Served(2)
     first = served.push(0, 1.0, written=10.0)
     assert is_waiting(first)
+    assert float(served.shard.weights[0].detach()) == 0.0  # which worker 1 may not have yet
     assert weight_of(served.push(1, 3.0)) == weight_of(first) == 8.0
     first = served.meet(0, drains=True, written=5.0)
     assert is_waiting(first)
+    assert float(served.shard.weights[0].detach()) == 8.0
     assert weight_of(served.meet(1, drains=True)) == weight_of(first) == 5.0
 
 
