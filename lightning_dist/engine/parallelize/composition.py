@@ -11,14 +11,14 @@ module that runs its layers. So the user's module keeps the user's class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Placement
 
 from lightning_dist.engine.checkpoint.saved_names import take_whole_tensors
 from lightning_dist.engine.common.device_mesh import axis
@@ -37,8 +37,9 @@ from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import layers_of
 from lightning_dist.engine.splitting.find_blocks import LayersNotFoundError, SeveralListsError
 from lightning_dist.engine.splitting.find_layers import refuse_ties
+from lightning_dist.engine.splitting.find_loss_parameters import not_ahead, refuse_cuts
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
-from lightning_dist.engine.splitting.ties import Tie
+from lightning_dist.engine.splitting.ties import cut_differently
 from lightning_dist.engine.splitting.tracing.example import CallExample
 from lightning_dist.engine.splitting.tracing.split import find_traced_split, is_traced
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, check_not_sharded
@@ -145,9 +146,11 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
     tensor_parallel, plan = _shard_layers(module, axis(mesh, "tp"), asked.tensor, split)
     data_mesh = None if asked.shard is None else axis(mesh, *asked.data_axes)
     if split is not None and tensor_parallel is not None:
-        refuse_ties(_ties_sharded_differently(split, tensor_parallel.cuts), _OTHER_PIECES)
+        pieces = cut_differently(split.ties, split.path, tensor_parallel.cuts)
+        refuse_ties(pieces, _OTHER_PIECES)
     if split is not None and data_mesh is not None:
         refuse_ties(split.ties_within_a_rank, _TWO_SHARDS)
+        refuse_cuts(split.layers, split.path, tensor_parallel.cuts if tensor_parallel else ())
 
     if split is not None and asked.shard is not None:
         split.cut()
@@ -174,7 +177,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         inner = StepModule(nn.ModuleList(map(module.get_submodule, kept))) if kept else None
         if inner is not None:
             roots = (StepModule(module, inner),)
-        shards = fully_shard(roots, module, new, data_mesh, sharding, inner)
+        whole = () if split is None else split.layers.of_loss.parameters().values()
+        shards = fully_shard(roots, module, new, data_mesh, sharding, inner, whole)
     take_whole_tensors(module)
     replica = None if asked.replicas is None else WrappedReplica(module, asked.replicas)
     return ParallelModule(
@@ -222,6 +226,9 @@ def _find_split(
     try:
         return find_traced_split(module, config, size, rank, asked.half, asked.example)
     except ValueError as error:
+        if not_found is not None and not is_traced(module):
+            with suppress(LayersNotFoundError):  # its head may be what cannot be traced
+                return find_split(module, config, size, rank, not_ahead)
         if isinstance(not_found, SeveralListsError):  # a name of a list is the simplest way
             raise ValueError(f"{not_found} Tracing it failed, too: {error}") from None
         if not_found is None or is_traced(module):
@@ -229,17 +236,6 @@ def _find_split(
         raise ValueError(
             f"{error} Or change the model so that it needs no trace. {not_found}"
         ) from None
-
-
-def _ties_sharded_differently(split: PipelineSplit, cuts: Mapping[str, Placement]) -> list[Tie]:
-    """Returns the ties whose parameters the plan does not shard alike on each stage."""
-
-    def cuts_on(names: Iterable[str]) -> set[Placement]:
-        full = (f"{split.path}.{name}" for name in names)
-        return {cuts[name] for name in full if name in cuts}
-
-    pieces = ((tie, [cuts_on(names) for names in tie.names.values()]) for tie in split.ties)
-    return [tie for tie, (first, *others) in pieces if any(other != first for other in others)]
 
 
 def _compile(

@@ -91,7 +91,7 @@ class ForwardInterceptor:
         self._layers, self._leaves, self._outputs = layers, leaves, []
         result = None
         try:
-            with self.found.in_step():
+            with self.found.in_step(is_last=not leaves):
                 result = step()
         except StopForward:
             pass
@@ -120,7 +120,8 @@ class ForwardInterceptor:
                 " `torch.cat` (BatchNorm then sees them all), whose outputs `chunk` parts again, or"
                 " use DDPStrategy."
             )
-        self._outputs.append(self._layers(*arguments, **keywords))
+        with self.found.in_call((arguments, keywords)):
+            self._outputs.append(self._layers(*arguments, **keywords))
         if self._leaves:
             raise StopForward
         return self._outputs[0]
@@ -164,7 +165,7 @@ class Stage:
         self._interceptor = interceptor
         self._found = interceptor.found
         self._calls = calls
-        self._swapped = SwappedWeights(layers, self._found.users_module)
+        self._swapped = SwappedWeights(layers, self._found.of_loss.module)
         self.policy = policy
         self.gradients = gradients
         self.meter = meter

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.sharding.wrap import Unit
-from lightning_dist.engine.tensors.dtensor import shard_like, stacked_dim
+from lightning_dist.engine.tensors.dtensor import is_dtensor, shard_like, stacked_dim
 from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.patch import replacement
 
@@ -165,6 +165,7 @@ def shard(
     mesh: DeviceMesh,
     options: ShardingOptions,
     kept: nn.Module | None = None,
+    whole: Iterable[nn.Parameter] = (),
 ) -> tuple[FSDPModule, ...]:
     """Shards a module in place.
 
@@ -177,6 +178,7 @@ def shard(
         options: Options of the units that have none of their own.
         kept: Holds modules inside of the units, whose parameters stay in fp32 and are gathered
             together for its own call; None for none.
+        whole: Parameters that each rank keeps whole, besides those that cannot be divided.
 
     Returns:
         The roots.
@@ -187,7 +189,7 @@ def shard(
     """
     _check_classes(module)
     _check_stacks(module, mesh)
-    left_whole = {p for p in module.parameters() if is_indivisible(p)}
+    left_whole = {p for p in module.parameters() if is_indivisible(p)} | {*whole}
     apart = set() if kept is None else set(kept.parameters())
     are_complex = _check_dtypes(roots, module, units, apart | left_whole)
     attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
@@ -231,8 +233,13 @@ def shard(
 
 
 def is_indivisible(parameter: Tensor) -> bool:
-    """Returns whether a parameter has no dimension or no elements: each rank then has it whole."""
+    """Returns whether a parameter has no dimension or no elements."""
     return parameter.ndim == 0 or parameter.numel() == 0
+
+
+def is_left_whole(parameter: Tensor) -> bool:
+    """Returns whether each rank has a parameter of a sharded module whole."""
+    return not is_dtensor(parameter)
 
 
 def _check_dtypes(
@@ -352,7 +359,7 @@ def move_rest(module: nn.Module, roots: Iterable[FSDPModule], device: torch.devi
     FSDP2 moves a root's buffers to the device, but nothing outside of the roots, and no metric.
     """
     parameters = (p for root in roots for p in cast(nn.Module, root).parameters())
-    sharded = {id(p) for p in parameters if not is_indivisible(p)}
+    sharded = {id(p) for p in parameters if not is_left_whole(p)}
     # `.to` calls `_apply`, which metrics and FSDP2's modules override.
     module._apply(lambda t: t if id(t) in sharded else t.to(device))
 

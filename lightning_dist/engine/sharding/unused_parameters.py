@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_dist.engine.sharding.fully_shard import KeptGradients, is_indivisible
+from lightning_dist.engine.sharding.fully_shard import KeptGradients, is_left_whole
 
 
 class UnusedParameters:
@@ -87,7 +87,7 @@ class UnusedParameters:
             Names of the parameters that no rank has used in this update; the same on all ranks.
         """
         found = list(self._sharded.items())
-        reached = self._reached | {n for n, p in found if is_indivisible(p) and p.grad is not None}
+        reached = self._reached | {n for n, p in found if is_left_whole(p) and p.grad is not None}
         unused = [p.requires_grad and name not in reached for name, p in found]
         self._reached.clear()
         by_all = torch.tensor(unused, dtype=torch.uint8)
@@ -104,7 +104,7 @@ class UnusedParameters:
 
     def _hook(self, name: str) -> bool:
         known = self._sharded[name]
-        if not known.requires_grad or is_indivisible(known):
+        if not known.requires_grad or is_left_whole(known):
             return False
         parameter = self._module.get_parameter(name)
         # While a unit is gathered it has other parameters, the same ones each time.

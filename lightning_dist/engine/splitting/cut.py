@@ -43,8 +43,12 @@ def cut(
                 f" {part.name!r} is {'elsewhere' if is_foreign else 'here'}. Build the model"
                 " anew and load a checkpoint to change the partition."
             )
-    if was_cut:
-        return
+    if not was_cut:
+        _replace(layers, stages, own_stages)
+    layers.settle(layers_of_stages(layers_per_stage, own_stages), {})
+
+
+def _replace(layers: Layers, stages: Sequence[int], own_stages: Collection[int]) -> None:
     kept = [part.module for part in layers.parts() if stages[part.layer_index] in own_stages]
     stand_ins: dict[int, Tensor] = {id(p): p for layer in kept for p in layer.parameters()}
     for part in layers.parts():
@@ -52,7 +56,6 @@ def cut(
         if stage not in own_stages:
             skeleton = skeleton_of(part.module, stand_ins)
             set_attribute(layers.module, part.name, ForeignLayer(skeleton, part.name, stage))
-    layers.settle(layers_of_stages(layers_per_stage, own_stages), {})
 
 
 def recut(layers: Layers, layers_per_stage: Sequence[int], own_layers: Collection[int]) -> None:
@@ -80,7 +83,10 @@ def is_cut(module: nn.Module) -> bool:
 def layers_of(layers: Layers, layers_per_stage: Sequence[int], stage_index: int) -> nn.Module:
     """Returns the module that runs the layers of a stage of this rank."""
     first = sum(layers_per_stage[:stage_index])
-    return layers.stage(first, first + layers_per_stage[stage_index])
+    stage = layers.stage(first, first + layers_per_stage[stage_index])
+    if stage_index == len(layers_per_stage) - 1:
+        layers.of_loss.put_into(stage)
+    return stage
 
 
 def structure_of(layer: nn.Module) -> nn.Module:

@@ -15,8 +15,13 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_dist.engine.splitting.blocks import Blocks
+from lightning_dist.engine.splitting.find_loss_parameters import (
+    IsBehind,
+    holds_layers,
+    trainable_outside,
+)
 from lightning_dist.engine.tensors.forward_ast import runs_before
-from lightning_dist.engine.tensors.module_tree import dotted
+from lightning_dist.engine.tensors.module_tree import dotted, outermost
 from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
 
 Plan = Mapping[str, tuple[list[str], list[str]]]
@@ -31,8 +36,8 @@ class SeveralListsError(LayersNotFoundError):
     """A model has several lists of blocks, of which the user has to name one."""
 
 
-def find_model(module: nn.Module) -> str | None:
-    """Returns the path of the Hugging Face model that holds all trainable parameters.
+def find_model(module: nn.Module, is_behind: IsBehind) -> str | None:
+    """Returns the path of the Hugging Face model that holds the trainable parameters.
 
     Returns:
         The model's dotted path; None if there is no such model.
@@ -50,18 +55,17 @@ def find_model(module: nn.Module) -> str | None:
     for name, inside in held.items():
         if trainable <= inside:
             return name
-    holders = [name for name, inside in held.items() if trainable & inside]
-    if not holders or is_in_a_sequence(module):
+    holders = outermost([name for name, inside in held.items() if trainable & inside])
+    if not holders or is_in_a_sequence(module, is_behind):
         return None
-    inside = held[holders[0]]
-    outside = next(
-        n for n, p in module.named_parameters() if p.requires_grad and id(p) not in inside
-    )
+    if len(holders) == 1 and holds_layers(module, holders[0], is_behind):
+        return holders[0]
+    outside = next(iter(trainable_outside(module, holders[0])))
     raise ValueError(
         "Take a model with that head (`AutoModelForSequenceClassification`, say), or put both into"
         " one module whose forward runs them and name its list of blocks with `layers=`, or freeze"
         f" the head with `requires_grad_(False)`: the trainable parameter {outside!r} is outside of"
-        f" the model {holders[0]!r}, so it would belong to no stage."
+        f" the model {holders[0]!r}."
     )
 
 
@@ -131,10 +135,10 @@ def is_module_list(module: nn.Module, path: str) -> bool:
     return isinstance(dict(module.named_modules()).get(path), nn.ModuleList)
 
 
-def is_in_a_sequence(module: nn.Module) -> bool:
-    """Returns whether an ``nn.Sequential`` in a module holds all trainable parameters."""
-    sequences = (m for m in module.modules() if isinstance(m, nn.Sequential))
-    return any(trainable_ids(module) <= parameter_ids(sequence) for sequence in sequences)
+def is_in_a_sequence(module: nn.Module, is_behind: IsBehind) -> bool:
+    """Returns whether an ``nn.Sequential`` in a module holds the trainable parameters."""
+    sequences = (n for n, m in module.named_modules() if isinstance(m, nn.Sequential))
+    return any(holds_layers(module, name, is_behind) for name in sequences)
 
 
 def parameter_ids(module: nn.Module) -> set[int]:

@@ -24,55 +24,76 @@ from lightning_dist.engine.splitting.find_blocks import (
     parameter_ids,
     trainable_ids,
 )
+from lightning_dist.engine.splitting.find_loss_parameters import (
+    IsBehind,
+    give_loss_parameters,
+    holds_layers,
+    not_in_a_forward,
+    trainable_outside,
+)
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.module_tree import count_parameters, outermost
 
 
-def find_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
+def find_layers(
+    module: nn.Module, layers: str, is_behind: IsBehind = not_in_a_forward
+) -> tuple[str, Layers]:
     """Returns the layers of the user's module.
 
     ``"auto"`` takes the blocks of a Hugging Face model, or the children of one ``nn.Sequential``,
     or the blocks that a forward runs one after the other. The module with these layers must hold
-    all trainable parameters.
+    most of the trainable parameters; the others are the last stage's.
 
     Args:
         module: The user's module, cut or not.
         layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` or an ``nn.ModuleList``.
+        is_behind: Whether steps use a parameter behind the pipelined module, for ``"auto"``.
 
     Returns:
         The path of the pipelined module, and its layers.
 
     Raises:
-        LayersNotFoundError: ``"auto"`` finds no layers that hold all trainable parameters.
-        ValueError: The path has no layers, or a trainable parameter belongs to no layer.
+        LayersNotFoundError: ``"auto"`` finds no layers.
+        ValueError: The path has no layers.
     """
     if layers == "auto":
         try:
-            return _find_layers(module)
+            path, found = _find_layers(module, is_behind)
         except LayersNotFoundError:
             raise
         except ValueError as error:
             raise LayersNotFoundError(str(error)) from None
+    else:
+        path, found = _named_layers(module, layers)
+    give_loss_parameters(module, path, found)
+    return path, found
+
+
+def _named_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
     with whole(module):
         if is_module_list(module, layers):
             return _blocks_in_list(module, layers)
-    return _sequence_in(module, layers)
+    return _sequence_in(*_get(module, layers))
 
 
-def _find_layers(module: nn.Module) -> tuple[str, Layers]:
+def _find_layers(module: nn.Module, is_behind: IsBehind) -> tuple[str, Layers]:
     with whole(module):
-        path = find_model(module)
+        path = find_model(module, is_behind)
         if path is not None:
             return path, find_blocks(module.get_submodule(path), path)
-        list_path = None if is_in_a_sequence(module) else _find_block_list(module)
+        is_in_one = is_in_a_sequence(module, is_behind)
+        list_path = None if is_in_one else _find_block_list(module, is_behind)
         if list_path is not None:
             return _blocks_in_list(module, list_path)
-    return _sequence_in(module, "auto")
+    path, sequence = _find_trainable(module)
+    if not holds_layers(module, path, is_behind):
+        _refuse_outside(module, path)
+    return _sequence_in(path, sequence)
 
 
-def _find_block_list(module: nn.Module) -> str | None:
+def _find_block_list(module: nn.Module, is_behind: IsBehind) -> str | None:
     """Returns the one list of blocks that a model's forward runs one after the other."""
     lists = outermost([n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)])
     chains = []
@@ -84,8 +105,7 @@ def _find_block_list(module: nn.Module) -> str | None:
     if len(chains) != 1:
         return None
     ((path, holder),) = chains
-    inside = parameter_ids(module.get_submodule(holder))
-    return path if trainable_ids(module) <= inside else None
+    return path if holds_layers(module, holder, is_behind) else None
 
 
 def _blocks_in_list(module: nn.Module, layers: str) -> tuple[str, Layers]:
@@ -96,34 +116,25 @@ def _blocks_in_list(module: nn.Module, layers: str) -> tuple[str, Layers]:
             f" layers={layers!r} is an `nn.ModuleList` of the LightningModule itself, which has"
             " steps, but no forward of the model to cut."
         )
-    model = module.get_submodule(path)
-    refuse_outside(module, path, model)
-    return path, blocks_of(model, list_path, path)
+    return path, blocks_of(module.get_submodule(path), list_path, path)
 
 
-def _sequence_in(module: nn.Module, layers: str) -> tuple[str, Layers]:
-    path, sequence = _find_trainable(module) if layers == "auto" else _get(module, layers)
+def _sequence_in(path: str, sequence: nn.Sequential) -> tuple[str, Layers]:
     if type(sequence).forward is not nn.Sequential.forward:
         raise ValueError(
             f"Name a plain `nn.Sequential` with `layers=`: {path!r} is a {type(sequence).__name__}"
             " with a forward of its own, so its layers cannot be run one after the other."
         )
-    refuse_outside(module, path, sequence)
     return path, layers_in(sequence)
 
 
-def refuse_outside(
-    module: nn.Module, path: str, pipelined: nn.Module, kind: str = "pipelined"
-) -> None:
-    """Checks that no trainable parameter is outside of the pipelined, or traced, module."""
-    inside = parameter_ids(pipelined)
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in inside:
-            raise ValueError(
-                f"Make {name!r} part of {path!r}, like `nn.Sequential(*layers, head)`, or freeze it"
-                f" with `requires_grad_(False)`: the trainable parameter {name!r} is outside of the"
-                f" {kind} module {path!r}, so it would belong to no stage."
-            )
+def _refuse_outside(module: nn.Module, path: str) -> NoReturn:
+    name = next(iter(trainable_outside(module, path)))
+    raise ValueError(
+        f"Make {name!r} part of {path!r}, like `nn.Sequential(first, *layers)`, or freeze it with"
+        f" `requires_grad_(False)`, or, if the steps use it behind {path!r} only, pass"
+        f" layers={path!r}: the trainable parameter {name!r} is outside of the pipelined module."
+    )
 
 
 def _get(module: nn.Module, path: str) -> tuple[str, nn.Sequential]:
@@ -185,7 +196,7 @@ def _refuse_sequences(module: nn.Module, names: Sequence[str]) -> NoReturn:
     if names:
         ways.append(
             "make one `nn.Sequential` of all layers, like `nn.Sequential(*encoder, *head)`, or name"
-            " the one to cut with `layers=` and freeze the others"
+            " the one to cut with `layers=`, if the steps use the others behind it"
         )
     said = ", or ".join(ways)
     raise ValueError(f"{said[0].upper()}{said[1:]}. {found}.")
@@ -212,6 +223,7 @@ def choose_partition(
         costs = [0.0] * num_layers
         for part in layers.parts():
             costs[part.layer_index] += count_parameters(structure_of(part.module))
+        costs[-1] += layers.of_loss.num_elements
         return tuple(partition_layers(costs, num_stages))
     assert not isinstance(partition, str)
     counts = tuple(partition)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer, describe
+from lightning_dist.engine.splitting.loss_parameters import LossParameters
 from lightning_dist.engine.tensors.compiler import PausedCompiler
 
 
@@ -44,17 +45,17 @@ class Layers:
         names: Names of each layer's submodules.
 
     Attributes:
-        users_module: The module in the user's model by which a step reads parameters of the layers.
         origin: Where the layers come from, in a few words; empty for an ``nn.Sequential``.
         compiler: The compiler of the pipelined module's calls.
+        of_loss: What steps use behind the pipelined module, of the user's module.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[Sequence[str]]) -> None:
         self.module = module
         self.names = tuple(tuple(group) for group in names)
-        self.users_module = module
         self.origin = ""
         self.compiler = PausedCompiler()
+        self.of_loss = LossParameters(module)
         self._foreign: list[ForeignLayer] = []
 
     def __len__(self) -> int:
@@ -95,8 +96,18 @@ class Layers:
         return {}
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Returns the context manager for a user's step, which sees the remote layers."""
+    def in_step(self, *, is_last: bool) -> Iterator[None]:
+        """Returns the context manager for a user's step, on the last stage or on another one."""
+        with self.in_sight(), self.of_loss.in_step(is_last=is_last):
+            yield
+
+    def in_call(self, given: object) -> AbstractContextManager[None]:
+        """Returns the context manager for the layers in a step, called with some arguments."""
+        return self.of_loss.in_call(given)
+
+    @contextmanager
+    def in_sight(self) -> Iterator[None]:
+        """Returns a context manager in which walks through the model see the remote layers."""
         for layer in self._foreign:
             layer.is_in_sight = True
         try:
@@ -112,9 +123,11 @@ class Layers:
             own_layers: Indices of this rank's layers from now on.
             beside: Tensors that :meth:`beside` returned for the layers that came.
         """
+        self.of_loss.settle(is_last=len(self) - 1 in own_layers)
 
     def attach(self, device: torch.device) -> None:
         """Prepares the cut module for calls of stages, as if remote tensors were on a device."""
+        self.of_loss.attach(device)
         modules = (part.module for part in self.parts())
         self._foreign = [module for module in modules if isinstance(module, ForeignLayer)]
         for layer in self._foreign:

@@ -6,7 +6,8 @@ may run ``configure_optimizers`` in between, which may read any parameter's valu
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_dist.engine.splitting.find_layers import (
     refuse_places_outside,
     refuse_ties,
 )
+from lightning_dist.engine.splitting.find_loss_parameters import IsBehind, not_in_a_forward
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.ties import Tie, find_ties
 
@@ -106,6 +108,8 @@ class PipelineSplit:
         return f"{self.path}." if self.path else ""
 
     def _layer_of(self, name: str) -> int | None:
+        if name in self.layers.of_loss.names:
+            return len(self.layers) - 1
         for part in self.layers.parts():
             prefix = "".join(f"{step}." for step in (self.path, part.name) if step)
             if f"{name}.".startswith(prefix):
@@ -116,8 +120,13 @@ class PipelineSplit:
         """Removes the layers of all other ranks from the model."""
         cut(self.layers, self.layers_per_stage, self.stages)
 
-    def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole(self, device: torch.device | None = None) -> Iterator[None]:
         """Returns a context manager with the whole model's structure; see :func:`.cut.whole`."""
+        with self._whole_layers(device), self.layers.of_loss.as_empty(device):
+            yield
+
+    def _whole_layers(self, device: torch.device | None) -> AbstractContextManager[None]:
         return whole(self.sequence, device)
 
     def pipelined_modules(self, module: nn.Module) -> set[nn.Module]:
@@ -130,12 +139,13 @@ class PipelineSplit:
         """Lists a module's parameters and buffers that no stage has for itself."""
         parts = [part.module for part in self.layers.parts()]
         inside = {id(t) for part in parts for t in (*part.parameters(), *part.buffers())}
+        inside |= {id(parameter) for parameter in self.layers.of_loss.parameters().values()}
         return [t for t in (*module.parameters(), *module.buffers()) if id(t) not in inside]
 
     def foreign_names(self) -> set[str]:
         """Returns the entries of the whole model's state dict that other stages hold."""
         stages = stage_of_layers(self.layers_per_stage)
-        return {
+        return self.layers.of_loss.foreign_names | {
             f"{self.path}.{part.name}.{key}"
             for part in self.layers.parts()
             if stages[part.layer_index] not in self.stages
@@ -153,14 +163,20 @@ class PipelineSplit:
 
 
 def find_split(
-    module: nn.Module, config: PipelineConfig, num_ranks: int, rank: int
+    module: nn.Module,
+    config: PipelineConfig,
+    num_ranks: int,
+    rank: int,
+    is_behind: IsBehind = not_in_a_forward,
 ) -> PipelineSplit:
     """Returns a rank's part of a model, which is whole or what an earlier split has left.
+
+    ``is_behind`` is as for :func:`.find_layers`.
 
     Raises:
         ValueError: The model cannot be cut as configured.
     """
-    path, layers = find_layers(module, config.layers)
+    path, layers = find_layers(module, config.layers, is_behind)
     rank_of_stage = config.rank_of_stage(num_ranks)
     layers_per_stage = choose_partition(layers, config.partition, len(rank_of_stage))
     if len(layers_per_stage) > 1:

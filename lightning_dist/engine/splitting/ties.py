@@ -9,10 +9,11 @@ model's structure is tied, too (:mod:`.splitting.cut`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import Placement
 
 from lightning_dist.engine.planning.partition import stage_of_layers
 from lightning_dist.engine.splitting.cut import structure_of
@@ -60,6 +61,23 @@ def find_ties(module: nn.Sequential | Layers, layers_per_stage: Sequence[int]) -
         for by_stage in found.values()
         if len(by_stage) > 1
     )
+
+
+def cut_differently(ties: Sequence[Tie], path: str, cuts: Mapping[str, Placement]) -> list[Tie]:
+    """Returns the ties whose parameters tensor parallelism does not cut alike on each stage.
+
+    Args:
+        ties: The ties.
+        path: Path of the pipelined module.
+        cuts: Placement of each parameter that is cut, by its name in the whole model.
+    """
+
+    def cuts_on(names: Iterable[str]) -> set[Placement]:
+        full = (f"{path}.{name}" for name in names)
+        return {cuts[name] for name in full if name in cuts}
+
+    pieces = ((tie, [cuts_on(names) for names in tie.names.values()]) for tie in ties)
+    return [tie for tie, (first, *others) in pieces if any(other != first for other in others)]
 
 
 def tie_again(layers: Layers, ties: Sequence[Tie]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from textwrap import dedent
 from typing import Any
@@ -56,6 +56,30 @@ def _used(node: ast.AST, own: str) -> Iterator[str]:
         yield from _used(part, own)
     if isinstance(node, ast.Attribute) and ast.unparse(node.value) == own:
         yield node.attr
+
+
+@cache
+def used_by_forward(kind: type) -> tuple[str, ...] | None:
+    """Names the attributes of its own object that a forward uses, in the order of their first use.
+
+    A method's are in place of its name, those of a base class's method ahead of the others. None if
+    the forward has no source.
+    """
+    found: list[str] = []
+
+    def visit(name: str, classes: Sequence[type], inside: tuple[str, ...]) -> bool:
+        definers = [place for place, class_ in enumerate(classes) if name in vars(class_)]
+        code = syntax_of(vars(classes[definers[0]])[name]) if definers else None
+        if code is None:
+            return False
+        if any(isinstance(node, ast.Name) and node.id == "super" for node in ast.walk(code)):
+            visit(name, classes[definers[0] + 1 :], inside)
+        for used in _used(code, own_name(code)):
+            if used in inside or not visit(used, kind.__mro__, (*inside, name)):
+                found.append(used)
+        return True
+
+    return tuple(dict.fromkeys(found)) if visit("forward", kind.__mro__, ()) else None
 
 
 _CHANGES = frozenset({"add", "append", "appendleft", "clear", "extend", "insert", "update"})

@@ -25,7 +25,7 @@ from lightning_dist.engine.precision.gradient_range import Ranges, measure
 from lightning_dist.engine.precision.loss_scale import LossScale
 from lightning_dist.engine.precision.overflow import LocalOverflow, Overflow
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.sharding.fully_shard import is_indivisible
+from lightning_dist.engine.sharding.fully_shard import is_left_whole
 from lightning_dist.engine.splitting.cut import foreign_layers, whole
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.stashing.half_versions import HalfWeights
@@ -140,9 +140,11 @@ class HalfPrecisionPlugin(Precision):
         """Finds the masters that neither shards nor stages cast."""
         parts = () if self._stages is None else self._stages.parts()
         elsewhere = {p for part in parts for p in part.module.parameters()}
+        if self._stages is not None:
+            elsewhere |= {*self._stages.of_loss.parameters().values()}
         masters = list(self._parameters.values()) if self.half.master_weights else []
         if self._shards_cast:
-            masters = [p for p in masters if is_indivisible(p)]
+            masters = [p for p in masters if is_left_whole(p)]
         self._cast_here = tuple(p for p in masters if p not in elsewhere)
 
     def _detach(self) -> None:

@@ -174,6 +174,16 @@ class RunSetup(LayoutFreeCheckpoints):
         split = self.split
         return nullcontext() if split is None else split.whole(device)
 
+    @override
+    def annotate(self, exception: BaseException) -> None:
+        super().annotate(exception)
+        missing = set() if self.split is None else self.split.layers.of_loss.foreign_names
+        if missing and "NoneType" in str(exception):
+            exception.add_note(
+                f"Outside of steps, {sorted(missing)} are None on this rank: what a step uses"
+                " behind the pipelined module is on the last stage. Log or use it in the step."
+            )
+
     def keep_own_part(self) -> None:
         """Drops other ranks' parameters from the optimizers, which are none in evaluations."""
 

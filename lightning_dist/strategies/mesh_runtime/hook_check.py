@@ -10,7 +10,7 @@ from typing import NoReturn
 import lightning.pytorch as pl
 from torch import nn
 
-from lightning_dist.engine.sharding.fully_shard import is_indivisible
+from lightning_dist.engine.sharding.fully_shard import is_left_whole
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_hooks
 
@@ -34,8 +34,8 @@ class HookCheck:
         self._module = module
         self._reduces_each = reduces_each
         self._own = list(module.named_parameters())
-        self._shards = [(name, p) for name, p in self._own if not is_indivisible(p)]
-        self._left_whole = [(name, p) for name, p in self._own if is_indivisible(p)]
+        self._shards = [(name, p) for name, p in self._own if not is_left_whole(p)]
+        self._left_whole = [(name, p) for name, p in self._own if is_left_whole(p)]
         self._gathered: list[tuple[str, nn.Parameter]] | None = None
 
     def check(self, *, accumulating: bool) -> None:

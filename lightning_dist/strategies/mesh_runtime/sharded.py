@@ -23,7 +23,7 @@ from lightning_dist.engine.data_parallel.wrapped_replica import WrappedReplica
 from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
 from lightning_dist.engine.parallelize.mixed_tensors import note_shard_errors, split_groups_by_mesh
 from lightning_dist.engine.parallelize.separate_updates import check_separate_updates
-from lightning_dist.engine.sharding.fully_shard import is_indivisible
+from lightning_dist.engine.sharding.fully_shard import is_left_whole
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import add_first_callback, is_overridden_by_user
 from lightning_dist.strategies.base.clipping import ClipGradNorm
@@ -212,7 +212,7 @@ class ShardedStrategy(ShardedPlacement):
         self.sharded.add_gradients()
         self.end_backward()
         if self.sharded.is_sharded:
-            left_whole = [p for p in self.module.parameters() if is_indivisible(p)]
+            left_whole = [p for p in self.module.parameters() if is_left_whole(p)]
             average_gradients(left_whole, self.device_group(*self.gradient_axes))
         if self._averages_gradients and not self.is_local:
             options = self._shard_config.options(param_dtype_of(self.precision_plugin))

@@ -33,15 +33,17 @@ from tests.helpers.processes.workers import WorkerPool
 
 
 class Outside(Classifier):
+    """Has more beside its sequence than in it."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(3, 999)
 
 
-class Thawed(Outside):
+class Thawed(Classifier):
     def __init__(self) -> None:
         super().__init__()
-        self.scale.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.scale.requires_grad_(batch_idx == 1)
@@ -156,7 +158,7 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
     "partition sum": (2, Classifier, {"partition": [3, 3]}, {}, r"\[3, 3\].*8 layers.*sum to 6"),
     "partition length": (2, Classifier, {"partition": [8]}, {}, r"2 stages"),
     "several sequences": (2, Several, {}, {}, r"layers='trace'.*Several.*model.*encoder"),
-    "outside": (2, Outside, {}, {}, r"'scale' is outside of the pipelined module 'model'"),
+    "outside": (2, Outside, {}, {}, r"Make 'head.weight' part of 'model'.* pass layers='model'"),
     "thawed": (2, Thawed, {}, {}, r"'scale' requires a gradient by now, but is outside"),
     "no such path": (2, Classifier, {"layers": "body"}, {}, r"layers='body'.*'model'"),
     "not a sequence": (2, Classifier, {"layers": "model.0"}, {}, r"is a ConvLayer"),

@@ -7,7 +7,7 @@ in the module when a layer runs. :mod:`.tracing.program` has the layers' graphs.
 
 So a cut has two sides. In the sequence, layers of other ranks become foreign layers, as in any
 other one. They keep the shapes, for layers that move to this rank later. In the user's module the
-parts stay, and only their tensors are removed (:mod:`.tracing.removed_tensors`).
+parts stay, and only their tensors are removed (:mod:`.splitting.removed_tensors`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,21 @@ from typing_extensions import override
 from lightning_dist.engine.checkpoint.saved_names import names_of_saved
 from lightning_dist.engine.splitting.blocks import without_cache
 from lightning_dist.engine.splitting.layers import LayerSequence
+from lightning_dist.engine.splitting.loss_parameters import LossParameters
+from lightning_dist.engine.splitting.removed_tensors import Refusals, RemovedTensors
 from lightning_dist.engine.splitting.tracing.program import TraceProgram
-from lightning_dist.engine.splitting.tracing.removed_tensors import RemovedTensors
 from lightning_dist.engine.tensors.compiler import refuse_wrapper
+
+_REFUSALS = Refusals(
+    value="The value of {name!r} was asked for, but its stage is on another rank. In a step only"
+    " the traced module's own forward may use it, and that runs in the traced direction. Let other"
+    " weights follow these, as a teacher's, in `on_train_batch_end`, by name. To run the layers"
+    " another way, as an inverse to draw samples, load the checkpoint on one device, or use"
+    " DDPStrategy.",
+    call="{name!r} has parameters on another rank. Call the whole traced module, not its parts, and"
+    " only inside training_step, validation_step, test_step or predict_step; for the whole model in"
+    " one process load a checkpoint with `lightning_dist.checkpoint.load_full`.",
+)
 
 
 class TracedLayer(nn.Module):
@@ -63,6 +75,7 @@ class TracedLayers(LayerSequence):
         program: The layers' graphs.
         saved: Names of the module's tensors, by their keys in its state dict.
         away: The module's tensors that other ranks hold.
+        users_module: The traced module, by which a step reads the layers' parameters.
 
     Raises:
         ValueError: The module cannot be traced.
@@ -85,8 +98,9 @@ class TracedLayers(LayerSequence):
         super().__init__(nn.Sequential(layers))
         self.program = program
         self.saved = names_of_saved(module)
-        self.away = RemovedTensors(module)
+        self.away = RemovedTensors(module, _REFUSALS)
         self.users_module = module
+        self.of_loss = LossParameters(module)
         self.origin = "traced from its first call"
         module.forward = _TracedForward(self)
 
@@ -129,16 +143,18 @@ class TracedLayers(LayerSequence):
 
     @override
     def attach(self, device: torch.device) -> None:
+        super().attach(device)
         self.away.describe(device)  # a step sees the traced module, not the layers
 
     @override
     @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_sight(self) -> Iterator[None]:
         with self.away.as_remote():
             yield
 
     @override
     def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
+        super().settle(own_layers, beside)
         away, canonical = self.away, self.program.canonical
         known: dict[str, Tensor] = dict(beside)
         for index in own_layers:

@@ -16,7 +16,12 @@ from lightning_dist.engine.precision.casts import TracedCasts
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.schedules.family import stages_of_rank
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.find_layers import choose_partition, refuse_outside
+from lightning_dist.engine.splitting.find_layers import choose_partition
+from lightning_dist.engine.splitting.find_loss_parameters import (
+    give_loss_parameters,
+    holds_layers,
+    not_in_a_forward,
+)
 from lightning_dist.engine.splitting.layers import WholeStep
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.tracing.example import CallExample
@@ -42,19 +47,20 @@ class TracedSplit(PipelineSplit):
         return self._names_in(range(len(self.layers)))
 
     @override
-    def whole(self, device: torch.device | None = None) -> AbstractContextManager[None]:
+    def _whole_layers(self, device: torch.device | None) -> AbstractContextManager[None]:
         return self.layers.away.as_empty(device)
 
     @override
     def tensors_outside(self, module: nn.Module) -> list[Tensor]:
-        inside = self._all_names
+        inside = self._all_names | self.layers.of_loss.names
         named = [*module.named_parameters(), *module.named_buffers()]
         return [tensor for name, tensor in named if name not in inside]
 
     @override
     def foreign_names(self) -> set[str]:
         away, saved = self._all_names - self._names_in(self._own_layers), self.layers.saved.items()
-        return {self._prefix + key for key, name in saved if self._prefix + name in away}
+        foreign = {self._prefix + key for key, name in saved if self._prefix + name in away}
+        return foreign | self.layers.of_loss.foreign_names
 
     @override
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -109,13 +115,13 @@ def find_traced_split(
     casts = None if half is None else TracedCasts(half, path)
     layers = traced_layers(traced)
     if layers is None:
-        refuse_outside(module, path, traced, kind="traced")
         args, kwargs = example.arguments(module, path, half)
         try:
             layers = TracedLayers(traced, args, kwargs, casts)
         except ValueError as error:
             title = f"layers='trace', {path!r} ({type(traced).__name__}): "
             raise ValueError(f"{title}{error}") from error.__cause__
+        give_loss_parameters(module, path, layers)
     elif layers.program.casts != casts:
         raise ValueError(
             f"{path!r} was traced for an earlier run in another precision, which is built into its"
@@ -138,7 +144,7 @@ def is_traced(module: nn.Module) -> bool:
 
 
 def _find_trainable(module: nn.Module, has_forward: Callable[[], bool]) -> str:
-    """Returns the name of the one attribute that holds all trainable parameters."""
+    """Returns the name of the attribute that holds the trainable parameters."""
     traced = [n for n, child in module.named_children() if traced_layers(child) is not None]
     if traced:  # by an earlier run
         return traced[0]
@@ -150,10 +156,10 @@ def _find_trainable(module: nn.Module, has_forward: Callable[[], bool]) -> str:
         if any(p.requires_grad for p in child.parameters())
     ]
     has_own = any(p.requires_grad for p in module.parameters(recurse=False))
-    if len(holders) == 1 and not has_own:
-        only = module.get_submodule(holders[0])
-        if not isinstance(only, nn.ModuleList | nn.ModuleDict):  # which are never called
-            return holders[0]
+    for name in holders:
+        is_called = not isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict)
+        if is_called and holds_layers(module, name, not_in_a_forward):
+            return name
     if has_forward():
         return ""
     raise ValueError(
@@ -161,7 +167,7 @@ def _find_trainable(module: nn.Module, has_forward: Callable[[], bool]) -> str:
         f"{' and in the LightningModule itself' if has_own else ''}, so no one module is there to"
         " be traced. Put them into one module whose forward runs them all, and call that in the"
         " steps; or give the LightningModule a `forward` and call `self(...)`; or name a module"
-        " with layers='trace:path' and freeze the rest."
+        " with layers='trace:path', if the steps use the rest behind it."
     )
 
 

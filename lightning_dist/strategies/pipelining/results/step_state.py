@@ -113,8 +113,8 @@ class StepState:
         if thawed:
             raise ValueError(
                 f"{thawed[0]!r} requires a gradient by now, but is outside of the pipelined module,"
-                " so it belongs to no stage and would not be trained. Make it part of that module,"
-                " like `nn.Sequential(*layers, head)`, or leave it frozen."
+                " so it belongs to no stage and would not be trained. Let it require one from the"
+                " start of the run, or make it part of that module, or leave it frozen."
             )
 
     def close(self) -> None:

@@ -90,6 +90,37 @@ def test_units_beside_what_is_pipelined_stay_whole(policy: Any) -> None:
     assert all(name.startswith("model.") for name in (*composed.units, *kept))
 
 
+class WithHead(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(SIZE, SIZE)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_what_steps_use_behind_the_stages_stays_whole(rank: int) -> None:
+    shard = ShardConfig()
+    with fake_rank(rank, 4):
+        asked = Parallelism(PipelineConfig(), TensorConfig(), shard, shard.options(None))
+        mesh = build_mesh(MeshShape(pp=2, dp_shard=2), "cpu")
+        named = dict(parallelize(WithHead(), mesh, asked).module.named_parameters())
+    assert ("head.weight" in named) == (rank == 3)
+    whole = {name for name, p in named.items() if not isinstance(p, DTensor)}
+    assert whole == {name for name in named if name.startswith("head.")}
+
+
+def test_a_plan_may_not_cut_it_where_there_are_shards() -> None:
+    shard, plan = (
+        ShardConfig(),
+        {"model.*.inner.linear": "colwise_gather", "head": "colwise_gather"},
+    )
+    asked = Parallelism(PipelineConfig(), TensorConfig(plan), shard, shard.options(None))
+    with fake_rank(0, 4):
+        parallelize(WithHead(), build_mesh(MeshShape(pp=2, tp=2), "cpu"), asked)
+    refused = pytest.raises(ValueError, match=r"^Leave \['head.bias', 'head.weight'\] out of the")
+    with fake_rank(0, 8), refused:
+        parallelize(WithHead(), build_mesh(MeshShape(pp=2, dp_shard=2, tp=2), "cpu"), asked)
+
+
 def test_a_unit_that_stages_would_divide_is_refused() -> None:
     shard = ShardConfig(wrap=ByName(["model"]))
     refused = pytest.raises(ValueError, match=r"selects \['model'\], which are no part")

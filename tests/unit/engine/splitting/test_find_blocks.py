@@ -119,6 +119,16 @@ def test_a_sequence_that_holds_a_model_is_still_a_sequence() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "layers", "path"),
+    [(Causal(), "auto", "model"), (Model(), "model.body.blocks", "model")],
+)
+def test_a_head_of_the_steps_is_beside_the_model(model: nn.Module, layers: str, path: str) -> None:
+    found, blocks = find_layers(Holder(model, head=nn.Linear(3, 3)), layers)
+    assert (found, len(blocks)) == (path, len(GROUPS))
+    assert blocks.of_loss.names == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize(
     ("module", "layers", "message"),
     [
         (
@@ -128,11 +138,10 @@ def test_a_sequence_that_holds_a_model_is_still_a_sequence() -> None:
         ),
         (Holder(NoBlocks()), "auto", r"^Give the model a .*pp_plan.*NoBlocks has no pipeline plan"),
         (
-            Holder(Causal(), head=nn.Linear(3, 3)),
+            Holder(Causal(), other=Causal()),
             "auto",
-            r"'head.weight' is outside of the model 'model'",
+            r"'other.head.weight' is outside of the model 'model'",
         ),
-        (Holder(Model(), head=nn.Linear(3, 3)), "model.body.blocks", r"'head.weight' is outside"),
         (Holder(nn.ModuleList([Block(), Block()])), "model", r"^Put .*layers='model' is"),
         (Holder(Model()), "auto", r"^Build .*layers=.*'model.body.blocks'.*No `nn.Sequential`"),
         (Holder(Model()), "model.body", r"layers='model.body' is a Body"),

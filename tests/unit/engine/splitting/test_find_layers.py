@@ -117,7 +117,7 @@ def test_auto_takes_the_sequence_before_a_list_of_blocks(
         ),
         (With(encoder=sequence(), decoder=sequence()), r"^Make one `nn.Sequential` of all layers"),
         (With(net=sequence(), head=nn.Linear(2, 2)), r"^Make 'head.weight' part of 'net'"),
-        (With(net=Chain(), head=nn.Linear(2, 2)), r"^Build the model as an `nn.Sequential`"),
+        (With(net=Chain(), head=nn.Linear(9, 9)), r"^Build the model as an `nn.Sequential`"),
     ],
 )
 def test_what_auto_does_not_find_begins_with_the_change(module: nn.Module, message: str) -> None:

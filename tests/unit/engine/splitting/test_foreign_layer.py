@@ -91,11 +91,11 @@ def test_beside_a_step_a_module_shows_what_this_rank_has() -> None:
     layers = LayerSequence(model)
     layers.attach(CPU)
     assert [name for name, _ in model.named_parameters()] == ["3.weight", "3.bias"]
-    with layers.in_step():
+    with layers.in_step(is_last=False):
         assert len(list(model.parameters())) == 8
     assert len(list(model.parameters())) == 2
     layers.detach()
-    with layers.in_step():
+    with layers.in_step(is_last=False):
         assert len(list(model.parameters())) == 2
 
 

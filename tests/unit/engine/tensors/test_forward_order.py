@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_dist.engine.tensors.forward_ast import runs_before
+from lightning_dist.engine.tensors.forward_ast import runs_before, used_by_forward
 
 
 class Parts(nn.Module):
@@ -49,3 +49,22 @@ def test_the_code_says_what_comes_first(class_: type[nn.Module]) -> None:
 def test_without_code_the_order_of_registration_decides() -> None:
     assert runs_before(Parts(), "head", "body")
     assert not runs_before(Parts(), "stem", "body")
+
+
+class Helped(Extended):
+    def forward(self, x: Any) -> Any:
+        if self.training:
+            x = self.changed(x)
+        return super().forward(x)
+
+    def changed(self, x: Any) -> Any:
+        return self.noise(self.changed(x) if self.again else x)
+
+
+def test_methods_and_base_classes_are_followed() -> None:
+    assert used_by_forward(Nested) == ("stem", "body", "head")
+    of_bases = ("stem", "body", "head")
+    assert used_by_forward(Extended) == of_bases
+    assert used_by_forward(Helped) == (*of_bases, "training", "again", "changed", "noise")
+    assert used_by_forward(nn.Linear) == ("weight", "bias")
+    assert used_by_forward(type("Made", (nn.Module,), {"forward": len})) is None

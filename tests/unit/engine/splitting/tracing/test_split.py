@@ -114,9 +114,9 @@ def test_the_lightning_module_itself() -> None:
 
 
 class Outside(Small):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 17) -> None:
         super().__init__()
-        self.scale = nn.Linear(1, 1)
+        self.scale = nn.Linear(width, 1)  # as many parameters as `net` has, unless given
 
 
 class NotCalled(Small):
@@ -130,11 +130,27 @@ class Tied(Small):
         self.net.three.weight = self.net.one.weight
 
 
+@pytest.mark.parametrize(("width", "layers"), [(1, "trace"), (17, "trace:net")])
+def test_what_steps_use_behind_a_trace_is_the_last_stages(width: int, layers: str) -> None:
+    module = Outside(width)
+    split = find(module, rank=0, layers=layers)
+    assert split.path == "net"
+    assert split.layers.of_loss.names == {"scale.weight", "scale.bias"}
+    assert split.stage_of("scale.weight") == 1
+    whole = set(module.state_dict())
+    split.cut()
+    assert whole - set(module.state_dict()) == split.foreign_names()
+    assert split.foreign_names() >= {"scale.weight", "scale.bias"}
+    with split.whole():
+        assert set(module.state_dict()) == whole
+    again = find(module, rank=0, layers=layers)
+    assert again.layers.of_loss is split.layers.of_loss
+
+
 @pytest.mark.parametrize(
     ("class_", "options", "message"),
     [
         (Outside, {}, r"in \['net', 'scale'\], so no one module"),
-        (Outside, {"layers": "trace:net"}, "'scale.weight' is outside of the traced module 'net'"),
         (Small, {"layers": "trace:body"}, r"trace:body.*no submodule.*\['frozen', 'net'\]"),
         (NotCalled, {}, "did not call 'net'"),
         (

@@ -1,17 +1,19 @@
 """Removes tensors from a module whose parts stay in place.
 
-A traced module is not cut between its children, but between operations. A part with parameters on
-another stage stays in place: it keeps its training mode, and the order of names is the same on all
-ranks. Only its tensors are removed. Their shapes are kept, for code that must see the whole model:
-the summary, and ``configure_optimizers``, which decides the groups.
+A traced module is not cut between its children, but between operations, and what a step uses behind
+the pipelined module is no child of that. A part with parameters on another stage stays in place: it
+keeps its training mode, and the order of names is the same on all ranks. Only its tensors are
+removed. Their shapes are kept, for code that must see the whole model: the summary, and
+``configure_optimizers``, which decides the groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,25 @@ from lightning_dist.engine.tensors.remote_tensor import absent
 from lightning_dist.engine.tensors.skeleton import without_values
 
 
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """The texts of errors, with ``{name!r}`` for what is asked for.
+
+    Attributes:
+        value: For a read of a removed tensor's value in a step.
+        call: For a call of a part that lacks a tensor; None leaves its forward as it is.
+    """
+
+    value: str
+    call: str | None
+
+
 class RemovedTensors:
     """Parameters and buffers of a module that other ranks hold; none at first."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, refusals: Refusals) -> None:
         self._module = module
+        self._refusals = refusals
         self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
         self._shapes: dict[str, Tensor] = {}
         self._described: dict[str, Tensor] = {}
@@ -44,8 +60,7 @@ class RemovedTensors:
             tensors[key] = None
         self._places |= places
         self._skip_in_loads()
-        for name in {name.rpartition(".")[0] for name in names} - {""}:
-            _refuse_calls(self._module.get_submodule(name), name)
+        self._refuse_calls({name.rpartition(".")[0] for name in names} - {""})
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Restores tensors, a tied one under all names, which are this rank's from now on."""
@@ -56,7 +71,15 @@ class RemovedTensors:
         self._skip_in_loads()
         still_away = {name.rpartition(".")[0] for name in self._places}
         for name in {name.rpartition(".")[0] for name in values} - still_away - {""}:
-            del self._module.get_submodule(name).forward
+            vars(self._module.get_submodule(name)).pop("forward", None)
+
+    def _refuse_calls(self, names: Collection[str]) -> None:
+        text = self._refusals.call
+        if text is None:
+            return
+        for name in names:
+            refused: Callable[..., Any] = partial(_refuse, text.format(name=name))
+            self._module.get_submodule(name).forward = refused
 
     def _skip_in_loads(self) -> None:
         """Takes the removed tensors out of a whole state that is loaded."""
@@ -85,8 +108,10 @@ class RemovedTensors:
 
     def describe(self, device: torch.device) -> None:
         """Makes the remote tensors that :meth:`as_remote` shows, as if they were on a device."""
-        shapes = self._shapes.items()
-        self._described = {n: absent(shape, shape.dtype, device, _reason(n)) for n, shape in shapes}
+        self._described = {
+            name: absent(shape, shape.dtype, device, self._refusals.value.format(name=name))
+            for name, shape in self._shapes.items()
+        }
 
     def as_remote(self) -> AbstractContextManager[None]:
         """Returns a context manager with remote tensors in place; a read of a value is an error."""
@@ -107,24 +132,5 @@ def _skip(key: str, part: nn.Module, state: dict[str, Any], prefix: str, *_: Any
     state.pop(prefix + key, None)
 
 
-def _reason(name: str) -> str:
-    return (
-        f"The value of {name!r} was asked for, but its stage is on another rank. In a step only the"
-        " traced module's own forward may use it, and that runs in the traced direction. Let other"
-        " weights follow these, as a teacher's, in `on_train_batch_end`, by name. To run the layers"
-        " another way, as an inverse to draw samples, load the checkpoint on one device, or use"
-        " DDPStrategy."
-    )
-
-
-def _refuse_calls(owner: nn.Module, name: str) -> None:
-    def forward(*_: object, **__: object) -> Tensor:
-        raise ValueError(
-            f"{name!r} has parameters on another rank. Call the whole traced module, not its parts,"
-            " and only inside training_step, validation_step, test_step or predict_step; for the"
-            " whole model in one process load a checkpoint with"
-            " `lightning_dist.checkpoint.load_full`."
-        )
-
-    replace: Callable[..., Any] = forward
-    owner.forward = replace
+def _refuse(text: str, *_: object, **__: object) -> NoReturn:
+    raise ValueError(text)

@@ -1,0 +1,90 @@
+"""Finds out which trainable parameters outside of a pipelined module steps use behind it.
+
+With layers that the user has named, all of them are. Otherwise the forward's source tells. What a
+forward does not mention, only steps can use; to do so ahead of the pipelined module is an error of
+the first step. What it mentions may be part of a trace, so that is tried first. If the trace fails,
+the order in which the forward mentions them decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.loss_parameters import LossParameters
+from lightning_dist.engine.tensors.forward_ast import used_by_forward
+
+IsBehind = Callable[[nn.Module, str, str], bool]
+"""Takes a module, and names of a submodule and of a parameter: whether steps use that behind it."""
+
+
+def not_in_a_forward(module: nn.Module, path: str, name: str) -> bool:
+    """Returns whether no forward uses the parameter, so that only steps can."""
+    mentioned, _, own = _mentioned(module, path, name)
+    return mentioned is not None and own[0] not in mentioned
+
+
+def not_ahead(module: nn.Module, path: str, name: str) -> bool:
+    """Returns whether no forward calls the parameter's module, or only behind the submodule."""
+    mentioned, part, own = _mentioned(module, path, name)
+    if mentioned is None or own[0] not in mentioned:
+        return mentioned is not None
+    is_itself = len(own) == 1  # what `scale = self.scale.exp()` is used for may come later
+    return is_itself or part in mentioned[: mentioned.index(own[0])]
+
+
+def _mentioned(
+    module: nn.Module, path: str, name: str
+) -> tuple[tuple[str, ...] | None, str, Sequence[str]]:
+    """Returns what the innermost module with both uses in its forward.
+
+    And the submodule's name in it, and those of the parameter on the way to it.
+    """
+    holder, parts, own = module, path.split("."), name.split(".")
+    while parts[0] == own[0]:
+        holder = holder.get_submodule(parts[0])
+        parts, own = parts[1:], own[1:]
+    kind: type = type(holder)
+    return used_by_forward(kind), parts[0], own
+
+
+def trainable_outside(module: nn.Module, path: str) -> dict[str, nn.Parameter]:
+    """Returns the trainable parameters that a submodule does not hold, by all of their names.
+
+    Those that an earlier run has found, which other ranks may lack, are not among them.
+    """
+    known = LossParameters.of(module).parameters().values()
+    inside = {id(parameter) for parameter in (*module.get_submodule(path).parameters(), *known)}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: p for name, p in named if p.requires_grad and id(p) not in inside}
+
+
+def holds_layers(module: nn.Module, path: str, is_behind: IsBehind) -> bool:
+    """Returns whether a submodule holds what is trained, but for less than half behind it."""
+    outside = trainable_outside(module, path)
+    sizes = {id(p): p.numel() for p in outside.values()}
+    inside = (p.numel() for p in module.get_submodule(path).parameters() if p.requires_grad)
+    if outside and sum(sizes.values()) >= sum(inside):
+        return False
+    return all(is_behind(module, path, name) for name in outside)
+
+
+def give_loss_parameters(module: nn.Module, path: str, layers: Layers) -> None:
+    """Gives the layers what steps use behind them, on all ranks alike."""
+    outside, known = trainable_outside(module, path), LossParameters.of(module)
+    if outside or known.names:
+        known.add(outside)
+        layers.of_loss = known
+
+
+def refuse_cuts(layers: Layers, path: str, cuts: Iterable[str]) -> None:
+    """Checks that tensor parallelism cuts none of them, where data ranks have shards."""
+    names = sorted(layers.of_loss.names & {*cuts})
+    if names:
+        raise ValueError(
+            f"Leave {names} out of the tensor-parallel plan, or make them part of the pipelined"
+            f" module {path!r}: beside it, parameters are not sharded over data ranks, so the"
+            " gradients of their pieces would not be averaged."
+        )
