@@ -31,7 +31,6 @@ from lightning_dist.engine.splitting.find_loss_parameters import (
     not_in_a_forward,
     trainable_outside,
 )
-from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.module_tree import count_parameters, outermost
@@ -87,9 +86,7 @@ def _find_layers(module: nn.Module, is_behind: IsBehind) -> tuple[str, Layers]:
         list_path = None if is_in_one else _find_block_list(module, is_behind)
         if list_path is not None:
             return _blocks_in_list(module, list_path)
-    path, sequence = _find_trainable(module)
-    if not holds_layers(module, path, is_behind):
-        _refuse_outside(module, path)
+        path, sequence = _find_trainable(module, is_behind)
     return _sequence_in(path, sequence)
 
 
@@ -150,22 +147,21 @@ def _get(module: nn.Module, path: str) -> tuple[str, nn.Sequential]:
     )
 
 
-def _find_trainable(module: nn.Module) -> tuple[str, nn.Sequential]:
+def _find_trainable(module: nn.Module, is_behind: IsBehind) -> tuple[str, nn.Sequential]:
     trainable = trainable_ids(module)
-    holders = [
-        (name, m)
+    holders = {
+        name: m
         for name, m in module.named_modules()
-        if isinstance(m, nn.Sequential)
-        and (
-            trainable & parameter_ids(m)
-            or any(isinstance(layer, ForeignLayer) for layer in m.children())
-        )
-    ]
-    names = outermost([name for name, _ in holders])
-    if len(names) != 1:
+        if isinstance(m, nn.Sequential) and trainable & parameter_ids(m)
+    }
+    names = outermost([*holders])
+    fitting = [name for name in names if holds_layers(module, name, is_behind)]
+    if not fitting and len(names) == 1:
+        _refuse_outside(module, names[0])
+    if not fitting:
         _refuse_sequences(module, names)
-    (name,) = names
-    sequence = dict(holders)[name]
+    name = fitting[0]  # there is one, for it holds more than the others
+    sequence = holders[name]
     children = list(sequence.named_children())
     while len(children) == 1 and isinstance(children[0][1], nn.Sequential):
         name, sequence = f"{name}.{children[0][0]}", children[0][1]

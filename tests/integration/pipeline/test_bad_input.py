@@ -25,6 +25,7 @@ from lightning_dist.strategies.pipelining import session
 from tests.helpers.networks.models import (
     Classifier,
     ConvLayer,
+    make_layers,
     make_loader,
     make_module,
     make_trainer,
@@ -52,7 +53,7 @@ class Thawed(Classifier):
 class Several(Classifier):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(ConvLayer(), ConvLayer())
+        self.encoder = nn.Sequential(*make_layers())
 
 
 class NoSequence(Classifier):
