@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.removed_tensors import Refusals, RemovedTensors
-from lightning_dist.engine.tensors.module_tree import place_of
+from lightning_dist.engine.tensors.module_tree import dotted, outermost, place_of
 from lightning_dist.engine.tensors.observers import DependenceWatch
 from lightning_dist.engine.tensors.patch import replaced
 from lightning_dist.engine.tensors.skeleton import without_values
@@ -85,6 +85,15 @@ class LossParameters:
         own = {n: p for n, p in self.module.named_parameters() if n in self._shapes}
         return {name: p for name, p in own.items() if name not in self._removed.names}
 
+    def modules(self) -> dict[str, nn.Module]:
+        """Returns the outermost modules with no other parameters, as far as this rank has them."""
+        found = {}
+        for name, part in self.module.named_modules():
+            own = [dotted(name, own_name) for own_name, _ in part.named_parameters()]
+            if own and self._shapes.keys() >= {*own}:
+                found[name] = part
+        return {name: found[name] for name in outermost(found)}
+
     # --- where -------------------------------------------------------------------------------
 
     def put_into(self, stage: nn.Module) -> None:
@@ -97,13 +106,9 @@ class LossParameters:
         if self._shapes:
             vars(self.module)[_KEPT_AS] = self
         new = set() if is_last else self.names - self._removed.names
-        owners: dict[nn.Module, str] = {}
-        for name in (name.rpartition(".")[0] for name in self._shapes if name in new):
-            owner = self.module.get_submodule(name)
-            if all(f"{name}.{own}" in self._shapes for own, _ in owner.named_parameters()):
-                owners.setdefault(owner, name)  # others run the pipelined module, too
+        owners = {} if is_last else self.modules()
         self._removed.take(new)
-        for owner, name in owners.items():
+        for name, owner in owners.items():
             owner.register_forward_pre_hook(partial(self._check_call, name))
 
     def as_empty(self, device: torch.device | None) -> AbstractContextManager[None]:

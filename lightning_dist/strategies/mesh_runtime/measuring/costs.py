@@ -270,7 +270,9 @@ def _find_parts(module: nn.Module) -> tuple[list[Part], bool]:
     except ValueError:
         trained = [pair for pair in module.named_children() if list(pair[1].parameters())]
         return [Part(name, child, index) for index, (name, child) in enumerate(trained)], False
-    return layers.parts(), True
+    last = len(layers) - 1
+    beside = [Part(name, part, last) for name, part in layers.of_loss.modules().items()]
+    return [*layers.parts(), *beside], True
 
 
 def _of_tensor_plans(

@@ -58,6 +58,7 @@ def test_only_the_last_stage_keeps_them() -> None:
     assert stage["loss/scale"] is user.scale
     assert len(stage) == 5  # a tied one once
     assert last.num_elements == 7
+    assert last.modules() == {"head": user.head}
 
 
 def test_a_whole_state_is_loaded_and_a_later_run_finds_the_same() -> None:

@@ -81,6 +81,24 @@ class Wide(L.LightningModule):
         return self.layers(batch).mean()
 
 
+class WithHead(Wide):
+    """Has a head behind its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1, 32, bias=False)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.head(self.layers(batch)).mean()
+
+
+def test_what_a_step_uses_behind_the_layers_counts_for_the_last() -> None:
+    costs = Measurement().costs(WithHead(), torch.ones(2, 64))
+    assert costs.can_cut
+    sizes = [layer.parameter_bytes for layer in costs.batches[0].step.layers]
+    assert sizes == [64 * 64 * 4, (64 + 32) * 4]
+
+
 @pytest.mark.parametrize(("states", "update"), [(2, 2), (0, 0)])
 def test_moments_of_a_backward_and_an_update(states: int, update: int) -> None:
     matrix = 64 * 64 * 4
