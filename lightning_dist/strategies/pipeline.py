@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
-from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
@@ -44,6 +44,7 @@ from lightning_dist.engine.splitting.config import (
     with_whole_batches,
 )
 from lightning_dist.engine.splitting.tracing.example import CallExample
+from lightning_dist.engine.splitting.tracing.split import TracedSplit
 from lightning_dist.strategies.base import lightning_internals, model_checks
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.distributed import RunArguments
@@ -54,6 +55,7 @@ from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.base.run_setup import Step, StepContext
 from lightning_dist.strategies.mesh_runtime.first_call import first_call
 from lightning_dist.strategies.mesh_runtime.replica_checks import check_whole
+from lightning_dist.strategies.mesh_runtime.synced_batch_norm import synchronise
 from lightning_dist.strategies.pipelining import checks
 from lightning_dist.strategies.pipelining.movable_layers import MovableLayers
 from lightning_dist.strategies.pipelining.results.staleness_log import (
@@ -211,8 +213,22 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             self._config, shard=None, half=half, example=self._example(trainer, half)
         )
         self._known_split = parallelize(self.module, self.mesh_of_ranks, asked).split
+        if self.is_fitting and self.mesh.data_size > 1:
+            self._synchronise_statistics()
         if self.is_fitting and self._config.partition == "profile":
             self.check_layers_can_move()
+
+    def _synchronise_statistics(self) -> None:
+        is_traced = isinstance(self._split, TracedSplit)
+        if self._layer_sync is not None and is_traced and self._statistics:
+            raise ValueError(
+                "sync_batchnorm=True does not go with a model that is traced, for a graph has no"
+                " layers to exchange. Name its list of blocks with `layers=`, or take GroupNorm."
+            )
+        replicas = self.device_group(*DATA_AXES, purpose="statistics")  # while others are in use
+        self._layer_sync = synchronise(self._layer_sync, self.module, replicas)
+        if self._layer_sync is not None:
+            self._undo += (partial(self._layer_sync.revert, self.module),)
 
     def _example(self, trainer: pl.Trainer, half: HalfPrecision | None) -> CallExample:
         """Returns the sources of an example call, should the module have to be traced."""
@@ -254,7 +270,13 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             optimizer=next(iter(self.optimizers), None),
             logged=self._logged,
         )
-        line = StartLine(self._session.pipeline, self.mesh, self._split.source, self._statistics)
+        line = StartLine(
+            self._session.pipeline,
+            self.mesh,
+            self._split.source,
+            self._statistics,
+            are_synced=self.has_joint_statistics,
+        )
         self._undo += (add_first_callback(trainer, line),)
 
     @override

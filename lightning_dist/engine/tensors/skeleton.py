@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensors.patch import replacement
@@ -32,15 +33,17 @@ def skeleton_of(
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in stand_ins:
             stand_ins[id(tensor)] = without_values(tensor, device)
-    hooks: dict[int, object] = {}
+    kept: dict[int, object] = {}
     for name, held in ((n, h) for part in module.modules() for n, h in vars(part).items()):
         # With an autograd graph a tensor cannot be copied; `weight_norm` stores such a weight.
         if isinstance(held, Tensor) and held.grad_fn:
             stand_ins[id(held)] = torch.empty_like(held.detach(), device=device)
         elif name.endswith("_hooks") and isinstance(held, Mapping):  # methods of any objects
-            hooks |= {id(hook): hook for hook in held.values()}
+            kept |= {id(hook): hook for hook in held.values()}
+        elif isinstance(held, dist.ProcessGroup):  # of a SyncBatchNorm
+            kept[id(held)] = held
     try:  # deepcopy takes objects in its memo for copies
-        return copy.deepcopy(module, {**stand_ins, **hooks})
+        return copy.deepcopy(module, {**stand_ins, **kept})
     except TypeError as error:
         raise ValueError(
             f"A layer has something that cannot be copied: {error} (in {type(module).__name__})."

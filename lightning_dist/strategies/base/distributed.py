@@ -297,6 +297,11 @@ class DistributedStrategy(ProcessMesh):
         """Creates this rank's part in a recurring decision. Collective: every rank must call it."""
         return JointDecision(self.world_group, self.stop_lag, post)
 
+    @property
+    def has_joint_statistics(self) -> bool:
+        """Whether BatchNorm normalises by the batches of all data replicas."""
+        return self._layer_sync is not None
+
     def outlives(self, failure: Failure) -> bool:
         """Returns whether this rank goes on behind another one's failure; called on a thread."""
         return False

@@ -16,7 +16,6 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -31,11 +30,8 @@ from lightning_dist.strategies.base.loaders.shared_order import share_order, wit
 from lightning_dist.strategies.base.model_checks import check_own_averages
 from lightning_dist.strategies.base.run_setup import RunSetup
 from lightning_dist.strategies.mesh_runtime import replica_checks
-from lightning_dist.strategies.mesh_runtime.layout_line import explain_own_statistics
-from lightning_dist.strategies.mesh_runtime.synced_batch_norm import (
-    ReplicaSyncBatchNorm,
-    SyncedBatchNorm,
-)
+from lightning_dist.strategies.mesh_runtime.synced_batch_norm import synchronise
+from lightning_dist.strategies.pipelining.start_line import explain_own_statistics
 
 _HOOKS, _ITERATORS, _ORDER = range(3)  # uses of the random numbers that all ranks share
 
@@ -54,11 +50,7 @@ class DataParallelStrategy(RunSetup):
 
     def synchronise_layers(self) -> None:
         """Synchronises BatchNorm over the replicas if the Trainer has ``sync_batchnorm=True``."""
-        if isinstance(self._layer_sync, TorchSyncBatchNorm):
-            kind = SyncedBatchNorm if self.root_device.type == "cpu" else ReplicaSyncBatchNorm
-            self._layer_sync = kind(self.data_device_group.group)
-        if self._layer_sync is not None:
-            self._layer_sync.apply(self.module)
+        self._layer_sync = synchronise(self._layer_sync, self.module, self.data_device_group)
 
     def explain_batch_statistics(self) -> None:
         """Prints which modules normalise by a rank's part of the batch, if there is such a part."""

@@ -97,14 +97,6 @@ def describe_rounds(local: LocalConfig, before: str) -> str:
     return said
 
 
-def explain_own_statistics(names: Sequence[str]) -> str:
-    """Explains that replicas normalise by their own samples in some modules."""
-    return (
-        f"{shorten(names, _MOST_NAMES)}: statistics are those of a rank's own batch. For those of"
-        " the batches of all ranks: Trainer(sync_batchnorm=True)."
-    )
-
-
 def _axes(mesh: MeshShape) -> str:
     split = [name for name in ("pp", "dp_shard", "tp") if mesh.sizes[name] > 1]
     replicas = f", {mesh.dp_replicate} replicas" if mesh.dp_replicate > 1 else ""

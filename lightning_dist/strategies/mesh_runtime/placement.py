@@ -31,7 +31,6 @@ from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary
 from lightning_dist.engine.splitting.config import PipelineConfig, with_whole_batches
 from lightning_dist.engine.splitting.split import PipelineSplit
-from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensor_parallel.summary import TensorSummary
 from lightning_dist.engine.tensors.dtensor import crashes_in_gathers, is_dtensor
@@ -228,8 +227,8 @@ class ShardedPlacement(LocalReplicas):
         sharded = self._composed()
         is_offloaded = self._shard_config.offload == "cpu"
         self._deferred.fill(self.module, self.root_device, offloaded=is_offloaded)
-        if sharded.split is not None:  # sharding has replaced the parameters
-            tie_again(sharded.split.layers, sharded.split.ties)
+        if isinstance(sharded, StagedModule):
+            sharded.take_replaced()
         early.forget_present()
         sharded.early = early
         KeptSharding(sharded, self._settings, self.mesh_of_ranks).keep()

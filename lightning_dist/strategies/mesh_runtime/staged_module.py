@@ -26,6 +26,7 @@ from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.run_setup import Closure, Step, StepContext
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
@@ -75,6 +76,12 @@ class StagedModule(ShardedModule):
         """Whether the stages' layers are whole on this rank."""
         return not self._shards and self._tensor_parallel is None
 
+    def take_replaced(self) -> None:
+        """Takes new parameters of the module, which have replaced others, where it keeps them."""
+        tie_again(self._split.layers, self._split.ties)
+        if self._split.has_last:
+            self._split.layers.of_loss.put_into(self._root_of[max(self._root_of)])
+
     def open(
         self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]
     ) -> StartLine:
@@ -90,7 +97,13 @@ class StagedModule(ShardedModule):
         self.session = Session(
             strategy, self._split, self._config, complete_gradients, wrapped=wrapped
         )
-        return StartLine(self.session.pipeline, strategy.mesh, self._split.source, self._statistics)
+        return StartLine(
+            self.session.pipeline,
+            strategy.mesh,
+            self._split.source,
+            self._statistics,
+            are_synced=strategy.has_joint_statistics,
+        )
 
     @override
     def close(self, *, failed: bool) -> None:

@@ -20,6 +20,39 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from lightning_dist.engine.common.device_group import DeviceGroup
+
+
+def synchronise(
+    asked: LayerSync | None, module: nn.Module, replicas: DeviceGroup
+) -> LayerSync | None:
+    """Synchronises a module's BatchNorm over data replicas, if the Trainer asks for it.
+
+    Args:
+        asked: What the Trainer has given its strategy; None for ``sync_batchnorm=False``.
+        module: The user's module, changed in place.
+        replicas: The ranks that hold the same layers, and read other data.
+
+    Returns:
+        What has changed the module, and reverts the change.
+    """
+    if isinstance(asked, TorchSyncBatchNorm) and not isinstance(asked, ReplicaSyncBatchNorm):
+        kind = SyncedBatchNorm if replicas.device.type == "cpu" else ReplicaSyncBatchNorm
+        asked = kind(replicas.group)
+    if asked is not None:
+        asked.apply(module)
+    return asked
+
+
+class _Replicas:
+    """Holds a group, and stays the same in copies of layers, for their shapes."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: object) -> _Replicas:
+        return self
+
 
 class SyncedBatchNorm(LayerSync):
     """Synchronises BatchNorm layers on a CPU, for the Trainer's ``sync_batchnorm=True``.
@@ -29,12 +62,12 @@ class SyncedBatchNorm(LayerSync):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._replicas = _Replicas(group)
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
         for layer in _layers(model):
-            synced = partial(_forward, layer, layer.forward, self._group)
+            synced = partial(_forward, layer, layer.forward, self._replicas)
             layer.forward = synced  # type: ignore[method-assign]
         return model
 
@@ -66,7 +99,7 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def _forward(
-    layer: _BatchNorm, forward: Callable[[Tensor], Tensor], group: dist.ProcessGroup, x: Tensor
+    layer: _BatchNorm, forward: Callable[[Tensor], Tensor], replicas: _Replicas, x: Tensor
 ) -> Tensor:
     """Normalizes over all ranks' rows in training; unchanged in evaluation."""
     if not layer.training:
@@ -76,6 +109,7 @@ def _forward(
     shape = [1, -1, *[1] * (x.dim() - 2)]
     rows = [dim for dim in range(x.dim()) if dim != 1]
 
+    group = replicas.group
     own_count = wide.new_full((1,), x.numel() // x.shape[1])
     totals = _sum(torch.cat([wide.sum(rows), own_count]), group)
     count = totals[-1].detach()

@@ -23,12 +23,19 @@ class StartLine(pl.Callback):
     """Prints the description of a pipeline on rank 0, when the first batch is there."""
 
     def __init__(
-        self, pipeline: Pipeline, mesh: MeshShape, source: str, statistics: Sequence[str]
+        self,
+        pipeline: Pipeline,
+        mesh: MeshShape,
+        source: str,
+        statistics: Sequence[str],
+        *,
+        are_synced: bool,
     ) -> None:
         self._pipeline = pipeline
         self._mesh = mesh
         self._source = source
         self._statistics = statistics
+        self._are_synced = are_synced
         self._is_told = False
 
     @override
@@ -42,6 +49,8 @@ class StartLine(pl.Callback):
             are_whole = self._pipeline.asynchronous and len(sizes) == 1
             if self._statistics and not are_whole:
                 rank_zero_info(explain_statistics(self._statistics, sizes, self._mesh.pp))
+            if self._statistics and self._mesh.data_size > 1 and not self._are_synced:
+                rank_zero_info(explain_own_statistics(self._statistics))
 
 
 def describe_pipeline(
@@ -79,6 +88,14 @@ def explain_statistics(names: Sequence[str], sizes: Sequence[int], num_ranks: in
     return (
         f"{compute} are those of micro-batches of {max(sizes)} samples, where one device has"
         f" {sum(sizes)}. As on one device: num_microbatches=1, or {instead}."
+    )
+
+
+def explain_own_statistics(names: Sequence[str]) -> str:
+    """Explains that replicas normalise by their own samples in some modules."""
+    return (
+        f"{shorten(names, _MOST_NAMES)}: statistics are those of a rank's own batch. For those of"
+        " the batches of all ranks: Trainer(sync_batchnorm=True)."
     )
 
 

@@ -15,7 +15,6 @@ from lightning_dist.strategies.mesh_runtime.layout_line import (
     describe_replicas,
     describe_shards,
     describe_tensor,
-    explain_own_statistics,
 )
 
 
@@ -136,7 +135,3 @@ def test_a_replica_alone_has_none_to_average_with() -> None:
     exchange = exchange_of("none", overlap=True)
     line = describe_replicas(MeshShape(), 8673, exchange, LocalConfig())
     assert line == "One rank holds the whole model."
-
-
-def test_own_statistics_are_explained() -> None:
-    assert "sync_batchnorm=True" in explain_own_statistics(["net.1 (BatchNorm1d)"])

@@ -12,7 +12,11 @@ from lightning_dist.engine.splitting.config import (
     find_batch_statistics,
     with_whole_batches,
 )
-from lightning_dist.strategies.pipelining.start_line import describe_pipeline, explain_statistics
+from lightning_dist.strategies.pipelining.start_line import (
+    describe_pipeline,
+    explain_own_statistics,
+    explain_statistics,
+)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +78,7 @@ def test_the_cost_of_whole_batches_and_the_change_by_others_are_told() -> None:
     assert "num_microbatches=16" in whole
     cut = explain_statistics(["a (BatchNorm1d)"], (8, 8, 8, 8), 4)
     assert "micro-batches of 8 samples, where one device has 32" in cut
+
+
+def test_own_statistics_are_explained() -> None:
+    assert "sync_batchnorm=True" in explain_own_statistics(["net.1 (BatchNorm1d)"])
