@@ -210,6 +210,8 @@ def _find_split(
         except LayersNotFoundError as error:
             not_found = error
     if asked.example is None:
+        with suppress(LayersNotFoundError):  # there is no trace to prefer
+            return find_split(module, config, size, rank, not_ahead)
         if isinstance(not_found, SeveralListsError):
             raise ValueError(str(not_found))
         raise ValueError(

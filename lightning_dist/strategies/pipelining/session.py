@@ -34,6 +34,7 @@ from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.run_setup import ChangeStep
 from lightning_dist.strategies.pipelining.outside_calls import OutsideCalls
 from lightning_dist.strategies.pipelining.results.hook_log import HookLog
+from lightning_dist.strategies.pipelining.results.outside_tensors import OutsideTensors
 from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCalls
 from lightning_dist.strategies.pipelining.results.stage_metrics import StageMetrics
 from lightning_dist.strategies.pipelining.results.staleness_log import DISCREPANCY, StalenessLog
@@ -158,7 +159,12 @@ class Session:
                 source=last_rank,
                 is_source=has_last,
             )
-            outside = split.tensors_outside(module)
+            outside = OutsideTensors(
+                module,
+                split.tensors_outside(module),
+                stages,
+                waits=not self.pipeline.asynchronous,
+            )
             self.step_state = StepState(
                 module, outside, pipelined, stages, last_rank, is_source=has_last
             )
@@ -170,6 +176,7 @@ class Session:
                 self.channels,
                 self._metrics,
                 self.step_state,
+                outside,
                 _rank_zero_calls(strategy, stages, last_rank),
                 evaluation_microbatches=config.evaluation_microbatches(mesh.pp),
                 change_step=wrapped.change_step,

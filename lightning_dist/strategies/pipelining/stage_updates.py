@@ -20,7 +20,7 @@ from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.clipping import ClipGradNorm
 from lightning_dist.strategies.base.run_setup import Closure, RunSetup
 from lightning_dist.strategies.pipelining import checks
-from lightning_dist.strategies.pipelining.results.step_state import note_pairing
+from lightning_dist.strategies.pipelining.results.outside_tensors import note_pairing
 from lightning_dist.strategies.pipelining.session import Session
 
 

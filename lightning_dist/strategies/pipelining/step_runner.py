@@ -36,6 +36,7 @@ from lightning_dist.strategies.base.lightning_internals import (
 from lightning_dist.strategies.base.loaders.sample_lists import SampleLists
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 from lightning_dist.strategies.base.run_setup import ChangeStep, Step, StepContext
+from lightning_dist.strategies.pipelining.results.outside_tensors import OutsideTensors
 from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCall, RankZeroCalls
 from lightning_dist.strategies.pipelining.results.stage_metrics import StageMetrics
 from lightning_dist.strategies.pipelining.results.step_log import BatchLog, StepLog
@@ -134,6 +135,7 @@ class StepRunner:
         channels: Channels,
         metrics: StageMetrics,
         step_state: StepState,
+        outside: OutsideTensors,
         rank_zero_calls: RankZeroCalls,
         *,
         evaluation_microbatches: int,
@@ -144,6 +146,7 @@ class StepRunner:
         self._pipeline = pipeline
         self._metrics = metrics
         self._step_state = step_state
+        self._outside = outside
         self._counters = StepCounters(module)
         self._rates = StepRates(module.trainer, is_late=pipeline.lag > 0)
         self._rank_zero_calls = rank_zero_calls
@@ -166,7 +169,8 @@ class StepRunner:
         Raises:
             ValueError: A parameter that belongs to no stage is trained by now.
         """
-        self._step_state.check_frozen()
+        is_empty = not self._pipeline.asynchronous or self._pipeline.batches_since_drain == 0
+        self._outside.begin_batch(is_empty=is_empty)
         self._metrics.share_new()
         batch, *rest = arguments
         batch = self._sample_lists.mark(batch, "training_step")

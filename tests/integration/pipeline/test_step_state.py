@@ -295,6 +295,57 @@ def test_a_teacher_follows_by_name_and_not_by_order(workers: WorkerPool) -> None
         workers.run(2, follow, 2, False)
 
 
+class Taught(Following):
+    """Learns from its teacher in each step, and sets it at the start."""
+
+    def __init__(self) -> None:
+        super().__init__(by_name=True)
+
+    @torch.no_grad()
+    def on_fit_start(self) -> None:
+        followers = dict(self.teacher.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            followers[name].data = parameter.data * 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        taught = self.teacher(batch[0].flip(-1))
+        return F.mse_loss(self.model(batch[0]), taught)
+
+
+def learn(devices: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    strategy: Any = PipelineStrategy(**options) if devices > 1 else "auto"
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
+    module = make_module(Taught)
+    trainer.fit(module, make_loader(32), make_loader(8))
+    return state_of(module)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_step_sees_the_teacher_of_the_latest_batch(workers: WorkerPool, schedule: str) -> None:
+    (expected,) = workers.run(1, learn, 1, {})
+    ranks = workers.run(2, learn, 2, {"schedule": schedule})
+    found = {name: value for rank in ranks for name, value in rank.items()}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+    for name, value in ranks[0].items():  # each rank has the teacher of all
+        assert torch.equal(value, found[name])
+
+
+def learn_late() -> str:
+    try:
+        learn(2, {"schedule": "pipedream"})
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_stages_that_do_not_wait_have_no_such_teacher(workers: WorkerPool) -> None:
+    for text in workers.run(2, learn_late):
+        assert text.startswith("Training steps use teacher.1.bias, teacher.1.weight, ")
+        assert "Use a synchronous one" in text
+
+
 class Annealed(Classifier):
     """Has losses that depend on how many steps there were, and counts other things, too."""
 

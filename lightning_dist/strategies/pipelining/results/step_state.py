@@ -5,11 +5,7 @@ number or a buffer of the module, ``on_validation_epoch_end`` and its like read 
 last stage watches what its steps change, and sends that before these hooks: attributes of the
 module, of plain objects in it and of modules beside the layers, and buffers outside of the layers.
 
-What hooks change is each rank's own, but for averages of weights, which a hook writes into buffers
-or frozen parameters: there each stage has a value for its own layers' only. So a tensor outside of
-the layers that one stage alone has written to is that stage's. What several have written to must be
-the same: a hook that pairs ``teacher.parameters()`` with a stage's ``parameters()`` by their order
-finds another partner on each.
+What hooks change is each rank's own, but for :mod:`.outside_tensors`.
 
 A step runs once for each micro-batch. So a counter in it, ``self.num += 1``, counts these, and a
 temperature that depends on it falls too fast. To count what a micro-batch has, such as its right
@@ -19,10 +15,9 @@ predictions, is as right as on one device; so a counter is warned of, and left.
 from __future__ import annotations
 
 import io
-import traceback
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,11 +29,9 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_dist.engine.common.device_group import gather_objects
-from lightning_dist.engine.tensors.dtensor import is_dtensor
-from lightning_dist.engine.tensors.fingerprints import fingerprint, projection
 from lightning_dist.engine.tensors.patch import surround_method
 from lightning_dist.strategies.base.callback_order import add_first_callback
+from lightning_dist.strategies.pipelining.results.outside_tensors import OutsideTensors
 from lightning_dist.strategies.pipelining.results.python_state import (
     attributes_of,
     can_be_sent,
@@ -54,20 +47,13 @@ _ENDS = (
     "on_predict_epoch_end",
 )
 _STEPS_TO_TELL = 8
-_ROUNDING = 1e-6  # of a norm
-_BY_NAME = (
-    "In a hook, `parameters()` of the model are those of this rank's layers. So do not pair them"
-    " with another network's by their order, as `zip(teacher.parameters(), model.parameters())`"
-    " does, but by name: `followers = dict(teacher.named_parameters(remove_duplicate=False))`, and"
-    " `followers[name].lerp_(p, 0.01)` for `name, p in model.named_parameters()`."
-)
 
 
 class StepState:
     """Attributes and buffers of the module that steps change on the last stage.
 
     Args:
-        outside: Tensors outside of the pipelined layers.
+        outside: What no stage has for itself.
         pipelined: The modules that are cut into stages, whose attributes are each stage's own.
         source: Global rank of the last stage.
         is_source: Whether this rank is the last stage.
@@ -76,7 +62,7 @@ class StepState:
     def __init__(
         self,
         module: pl.LightningModule,
-        outside: Iterable[Tensor],
+        outside: OutsideTensors,
         pipelined: Collection[nn.Module],
         stages: dist.ProcessGroup,
         source: int,
@@ -89,12 +75,8 @@ class StepState:
         self._is_source = is_source
         self._pipelined = pipelined
         self._modules: list[tuple[str, nn.Module]] = []
-        ids = {id(tensor) for tensor in outside}
-        self._buffers = [name for name, buffer in module.named_buffers() if id(buffer) in ids]
-        beside = [(name, p) for name, p in module.named_parameters() if id(p) in ids]
-        self._beside = dict(beside)
-        self._fixed = [n for n, p in beside if not (p.requires_grad or is_dtensor(p))]
-        self._seen = self._written()
+        self._outside = outside
+        self._buffers = outside.buffers
         self._changed: set[str] = set()
         self._grown: Counter[str] = Counter()  # items that steps have appended to lists
         self._is_shared = True
@@ -103,24 +85,11 @@ class StepState:
         for name in _ENDS:  # a learning rate finder takes the callbacks away
             self._undo.append(surround_method(module, name, before=self.share))
 
-    def check_frozen(self) -> None:
-        """Checks that no parameter outside of the layers is trained by now.
-
-        Raises:
-            ValueError: A hook has thawed one, which belongs to no stage.
-        """
-        thawed = [name for name, p in self._beside.items() if p.requires_grad]
-        if thawed:
-            raise ValueError(
-                f"{thawed[0]!r} requires a gradient by now, but is outside of the pipelined module,"
-                " so it belongs to no stage and would not be trained. Let it require one from the"
-                " start of the run, or make it part of that module, or leave it frozen."
-            )
-
     def close(self) -> None:
         """Ends the sending."""
         while self._undo:  # a cycle with the group could be freed in a forked process, and wait
             self._undo.pop()()
+        self._outside.close()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -157,76 +126,16 @@ class StepState:
         self._grown.clear()
         self._is_shared = True
 
-    @torch.no_grad()
     def merge(self) -> None:
-        """Takes what one stage alone has written, and what steps have changed.
+        """Takes what steps have changed, and what one stage alone has written outside of steps.
 
         A checkpoint may hold either. Collective: all stages of a replica call it.
 
         Raises:
-            ValueError: Stages have written other values into a frozen parameter than each other.
+            ValueError: As :meth:`.OutsideTensors.merge`.
         """
         self.share()
-        if not (self._buffers or self._fixed):
-            return
-        now = self._written()
-        own = [name for name, mark in now.items() if mark != self._seen.get(name)]
-        written = gather_objects(own, self._stages)
-        writers = Counter(name for names in written for name in names)
-        self._compare(sorted(n for n in self._fixed if writers[n] > 1), written)
-        for index, names in enumerate(written):  # in turns, for all together may be large
-            alone = [name for name in names if writers[name] == 1]
-            if alone:
-                self._take(alone, dist.get_global_rank(self._stages, index))
-        self._seen = self._written()
-
-    def _compare(self, names: Sequence[str], written: Sequence[Sequence[str]]) -> None:
-        """Raises `ValueError` where stages have written other values into a parameter."""
-        if not names:
-            return
-        own = [projection(value) for value in self._values(names).values()]
-        found = gather_objects(own, self._stages)
-        for index, name in enumerate(names):
-            writers = [stage for stage, own_names in enumerate(written) if name in own_names]
-            products, norms = zip(*(found[stage][index] for stage in writers), strict=True)
-            # Machines may round differently.
-            if max(products) - min(products) > _ROUNDING * max(norms):
-                raise ValueError(
-                    f"Hooks have written other values into {name!r} on stages {writers}; their"
-                    f" norms are {norms}. {_BY_NAME}"
-                )
-
-    def _take(self, names: Sequence[str], source: int) -> None:
-        is_own = dist.get_rank() == source
-        sent = [self._values(names) if is_own else None]
-        dist.broadcast_object_list(sent, src=source, group=self._stages)
-        assert sent[0] is not None
-        for name, value in () if is_own else sent[0].items():
-            tensor = self._tensor(name)
-            if tensor is not None and tensor.shape == value.shape:
-                tensor.copy_(value)
-
-    def _values(self, names: Sequence[str]) -> dict[str, Tensor]:
-        found = {name: self._tensor(name) for name in names}
-        return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
-
-    @torch.no_grad()
-    def _written(self) -> dict[str, Any]:
-        """Returns what changes with each write into the tensors outside of the layers.
-
-        Fingerprints are in it, for torch does not count what is written into ``tensor.data``.
-        """
-        found = {name: self._tensor(name) for name in (*self._buffers, *self._fixed)}
-        marks = {name: (id(tensor), mark(tensor)) for name, tensor in found.items()}
-        dense = {n: t for n, t in found.items() if t is not None and t.layout == torch.strided}
-        prints = [fingerprint(tensor).cpu() for tensor in dense.values()]
-        bits = torch.stack(prints).tolist() if prints else []
-        return marks | {n: (*marks[n], own) for n, own in zip(dense, bits, strict=True)}
-
-    def _tensor(self, name: str) -> Tensor | None:
-        path, _, key = name.rpartition(".")
-        tensor = getattr(self._module.get_submodule(path), key, None)
-        return tensor if isinstance(tensor, Tensor) else None
+        self._outside.merge()
 
     def _unpack(self, packed: bytes) -> None:
         place = partial(_place, str(self._module.device))
@@ -262,14 +171,6 @@ class StepState:
             self._module.get_buffer(name).copy_(value)
             return
         set_attribute_of(self._module, name, value)
-
-
-def note_pairing(error: BaseException) -> None:
-    """Adds advice to torch's error where a hook has paired tensors of other shapes."""
-    frames = traceback.extract_tb(error.__traceback__)
-    hooks = [f.name for f in frames if f.name.startswith("on_") and hasattr(pl.Callback, f.name)]
-    if isinstance(error, RuntimeError) and "must match the size of tensor" in str(error) and hooks:
-        error.add_note(f"This was in `{hooks[-1]}`. {_BY_NAME}")
 
 
 class StepCounters:

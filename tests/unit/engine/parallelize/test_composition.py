@@ -108,6 +108,19 @@ def test_what_steps_use_behind_the_stages_stays_whole(rank: int) -> None:
     assert whole == {name for name in named if name.startswith("head.")}
 
 
+class WithForward(WithHead):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.model(x))
+
+
+def test_a_forward_may_have_a_head_behind_the_stages() -> None:
+    with fake_rank(0, 2):
+        asked = Parallelism(PipelineConfig(), TensorConfig(), ShardConfig())
+        split = parallelize(WithForward(), build_mesh(MeshShape(pp=2), "cpu"), asked).split
+    assert split is not None
+    assert (split.path, split.layers.of_loss.names) == ("model", {"head.weight", "head.bias"})
+
+
 def test_a_plan_may_not_cut_it_where_there_are_shards() -> None:
     shard, plan = (
         ShardConfig(),

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_dist.strategies.pipelining.results.step_state import note_pairing
+from lightning_dist.strategies.pipelining.results.outside_tensors import note_pairing
 
 
 class Paired(LightningModule):
