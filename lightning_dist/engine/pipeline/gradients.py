@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensors.dtensor import local_part
-from lightning_dist.engine.tensors.patch import has_gradient_hooks, with_hooks
+from lightning_dist.engine.tensors.patch import add_gradient, has_gradient_hooks, with_hooks
 
 
 def have_shared_memory(
@@ -192,13 +192,6 @@ def _in_leaves(
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
-
-
-def add_gradient(gradient: Tensor, total: Tensor) -> Tensor:
-    """Adds a gradient to a total, in place where torch can; returns the sum."""
-    if total.is_sparse and not gradient.is_sparse:  # torch adds in the other order only
-        return gradient.to(total.dtype).add(total)
-    return total.add_(gradient)
 
 
 class EarlierGradients:

@@ -49,7 +49,7 @@ from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.tensors.compiler import keep_saved_tensors
-from lightning_dist.engine.tensors.patch import add_with_hooks, has_gradient_hooks
+from lightning_dist.engine.tensors.patch import add_gradient, add_with_hooks, has_gradient_hooks
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.samples import batch_size_of
 
@@ -299,9 +299,9 @@ class Pipeline:
                 if runs_hooks and has_gradient_hooks(parameter) and parameter not in shared:
                     # Stages of one rank may share the parameter.
                     found = hooked.get(parameter)
-                    hooked[parameter] = gradient if found is None else found.add_(gradient)
+                    hooked[parameter] = gradient if found is None else add_gradient(gradient, found)
                 elif parameter.grad is not None:
-                    parameter.grad.add_(gradient)
+                    parameter.grad = add_gradient(gradient, parameter.grad)
                 else:
                     parameter.grad = gradient
         self._loss_weights.collect(update)

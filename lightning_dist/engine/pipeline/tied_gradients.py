@@ -20,6 +20,7 @@ from lightning_dist.engine.comms.links import ChannelEnds
 from lightning_dist.engine.pipeline.gradients import EarlierGradients
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.dtensor import from_shard, local_part
+from lightning_dist.engine.tensors.patch import add_gradient
 
 
 class TiedSums:
@@ -155,7 +156,7 @@ class TiedSums:
             for name, part in zip(names, parts, strict=True):
                 total = sums.get(name, gradients.get(name))
                 if total is not None and part is not None:
-                    total.add_(part)
+                    total = add_gradient(part, total)
                 sums[name] = part if total is None else total
         return {n: None if g is None else self._change(n, g) for n, g in sums.items()}
 
@@ -180,6 +181,6 @@ def _as_gradient_of(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor 
         return None
     own = local_part(parameter.detach())
     # So that each copy's optimizer gets the same strides, and computes the same bits.
-    if gradient.stride() != own.stride():
+    if not gradient.is_sparse and gradient.stride() != own.stride():
         gradient = torch.empty_like(own).copy_(gradient)
     return from_shard(gradient, parameter)

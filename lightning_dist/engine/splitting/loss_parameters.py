@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.splitting.removed_tensors import Refusals, RemovedTensors
 from lightning_dist.engine.tensors.module_tree import dotted, outermost, place_of
 from lightning_dist.engine.tensors.observers import DependenceWatch
@@ -121,7 +122,7 @@ class LossParameters:
         """Prepares for steps of stages on a device."""
         self._checked.clear()
         self._instead = {
-            name: torch.full_like(shape, math.nan, device=device, requires_grad=False)
+            name: torch.full((), math.nan, dtype=shape.dtype, device=device).expand(shape.shape)
             for name, shape in self._shapes.items()
         }
 
@@ -168,6 +169,5 @@ class LossParameters:
             raise ValueError(f"{name!r} was called on a rank without its parameters. {_WHERE}")
 
     def _refuse(self) -> None:
-        raise ValueError(
-            f"A step uses one of {sorted(self._shapes)} ahead of the pipelined module. {_WHERE}"
-        )
+        names = shorten(sorted(self._shapes))
+        raise ValueError(f"A step uses one of {names} ahead of the pipelined module. {_WHERE}")

@@ -152,13 +152,21 @@ def surround_method(
 
 
 @torch.no_grad()
+def add_gradient(gradient: Tensor, total: Tensor) -> Tensor:
+    """Adds a gradient to a total, in place where torch can; returns the sum."""
+    if total.is_sparse and not gradient.is_sparse:  # torch adds in the other order only
+        return gradient.to(total.dtype).add(total)
+    return total.add_(gradient)
+
+
 def add_with_hooks(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Adds a gradient to ``parameter.grad`` as autograd does, and runs the parameter's hooks."""
     before, behind = gradient_hooks_of(parameter)
     for hook in before:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed.clone()
-    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    total = parameter.grad
+    parameter.grad = gradient if total is None else add_gradient(gradient, total)
     for hook in behind:
         hook(parameter)
 

@@ -165,6 +165,7 @@ class Session:
                 stages,
                 waits=not self.pipeline.asynchronous,
             )
+            if_it_fails.callback(outside.close)
             self.step_state = StepState(
                 module, outside, pipelined, stages, last_rank, is_source=has_last
             )

@@ -79,8 +79,10 @@ class OutsideTensors:
         self._seen = self._written(self._names)
         self._sampled = self._samples()
         self._used: set[str] = set()  # in training steps
-        may_write = bool(self._names) and is_overridden_by_user(_WRITING_HOOKS, module)
-        self._may_be_written = any(gather_objects(may_write, stages))
+        self._may_be_written = False
+        if self._names:  # as on all stages, which may have other callbacks
+            may_write = is_overridden_by_user(_WRITING_HOOKS, module)
+            self._may_be_written = any(gather_objects(may_write, stages))
         self._notes = [
             module.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(
                 partial(self._note, name)

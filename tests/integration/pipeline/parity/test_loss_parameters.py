@@ -372,13 +372,13 @@ class CallsInAHook(Beside):
 
 
 MISTAKES: dict[str, tuple[type[Beside], dict[str, Any], str]] = {
-    "ahead": (Ahead, {}, "'scale'] ahead of the pipelined module. Trainable parameters"),
+    "ahead": (Ahead, {}, "scale ahead of the pipelined module. Trainable parameters"),
     "ahead, on the last stage's rank": (
         Ahead,
         {"schedule": "zbv"},
         "ahead of the pipelined module",
     ),
-    "a decision": (Decides, {}, "'scale'] ahead of the pipelined module"),
+    "a decision": (Decides, {}, "scale ahead of the pipelined module"),
     "in a hook": (InAHook, {}, "'scale'] are None on this rank"),
     "a call in a hook": (CallsInAHook, {}, "'head' was called on a rank without its parameters"),
 }

@@ -147,6 +147,27 @@ def test_synchronous_schedules_equal_a_single_device(
     assert any(not torch.allclose(unclipped[name], value) for name, value in expected.items())
 
 
+class SparseText(TiedText):
+    """Has rows of its embedding as gradients, and all rows of its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[0].sparse = True
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_rows_are_added_to_whole_gradients_of_another_stage(
+    workers: WorkerPool, schedule: str
+) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 2}
+    expected = fit(1, None, options, kind=SparseText)
+    strategy = {"schedule": schedule}
+    assert_equal_to(expected, workers.run(2, fit, 2, strategy, options, 2, None, None, SparseText))
+
+
 def fit_keeping(devices: int, strategy: dict[str, Any] | None, accumulated: int) -> Any:
     options = {**OPTIONS, "accumulate_grad_batches": accumulated}
     return fit(devices, strategy, options, kind=KeepsGradients)
