@@ -239,6 +239,7 @@ class DDPStrategy(LocalReplicas):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         self.end_backward()
+        self.seed_update()
 
     @override
     def update(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:

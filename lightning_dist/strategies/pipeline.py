@@ -226,9 +226,14 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
                 " layers to exchange. Name its list of blocks with `layers=`, or take GroupNorm."
             )
         replicas = self.device_group(*DATA_AXES, purpose="statistics")  # while others are in use
-        self._layer_sync = synchronise(self._layer_sync, self.module, replicas)
+        with self._split.whole():  # other stages' layers may come here
+            self._layer_sync = synchronise(self._layer_sync, self.module, replicas)
+        self._undo += (self._revert_statistics,)
+
+    def _revert_statistics(self) -> None:
         if self._layer_sync is not None:
-            self._undo += (partial(self._layer_sync.revert, self.module),)
+            with self._split.whole():
+                self._layer_sync.revert(self.module)
 
     def _example(self, trainer: pl.Trainer, half: HalfPrecision | None) -> CallExample:
         """Returns the sources of an example call, should the module have to be traced."""

@@ -27,6 +27,7 @@ from lightning_dist.engine.tensors.patch import replaced
 from lightning_dist.engine.tensors.skeleton import without_values
 
 _KEPT_AS = "_lightning_dist_loss_parameters"  # in the user's module, from run to run
+_MOST_NANS = 2**20
 _WHERE = (
     "Trainable parameters outside of the pipelined module belong to the last stage, which computes"
     " the loss: use them in steps, behind the call of that module. What runs ahead of it must be"
@@ -46,10 +47,10 @@ class LossParameters:
         self.module = module
         self._removed = RemovedTensors(module, Refusals(_VALUE, call=None))
         self._shapes: dict[str, Tensor] = {}
-        self._instead: dict[str, Tensor] = {}
+        self._device = torch.device("cpu")
         self._checked: set[bool] = set()  # by whether gradients are on
         self._watch: DependenceWatch | None = None
-        self._is_in_step = False
+        self._is_in_step = self._has_grad = False
 
     @staticmethod
     def of(module: nn.Module) -> LossParameters:
@@ -121,10 +122,7 @@ class LossParameters:
     def attach(self, device: torch.device) -> None:
         """Prepares for steps of stages on a device."""
         self._checked.clear()
-        self._instead = {
-            name: torch.full((), math.nan, dtype=shape.dtype, device=device).expand(shape.shape)
-            for name, shape in self._shapes.items()
-        }
+        self._device = device
 
     @contextmanager
     def in_step(self, *, is_last: bool) -> Iterator[None]:
@@ -132,16 +130,16 @@ class LossParameters:
         if is_last or not self._shapes:
             yield
             return
-        mode = torch.is_grad_enabled()
-        if mode not in self._checked:
+        self._is_in_step, self._has_grad = True, torch.is_grad_enabled()
+        made = {id(shape): _nans(shape, self._device) for shape in self._shapes.values()}
+        if self._has_grad not in self._checked:
             self._watch = DependenceWatch(self._refuse)
-            self._watch.mark([*self._instead.values()])
-        self._is_in_step = True
-        places = [(*place_of(self.module, name), nan) for name, nan in self._instead.items()]
+            self._watch.mark([*made.values()])
+        named = self._shapes.items()
+        places = [(*place_of(self.module, name), made[id(shape)]) for name, shape in named]
         try:
             with replaced(places), self._watch or nullcontext():
                 yield
-            self._checked.add(mode)
         finally:
             self._is_in_step, self._watch = False, None
 
@@ -162,6 +160,7 @@ class LossParameters:
             self._refuse()
         with self._watch.paused():
             yield
+        self._checked.add(self._has_grad)
 
     def _check_call(self, name: str, owner: nn.Module, _: object) -> None:
         """Checks that a module that lacks parameters is called in steps only."""
@@ -171,3 +170,10 @@ class LossParameters:
     def _refuse(self) -> None:
         names = shorten(sorted(self._shapes))
         raise ValueError(f"A step uses one of {names} ahead of the pipelined module. {_WHERE}")
+
+
+def _nans(shape: Tensor, device: torch.device) -> Tensor:
+    """Returns NaNs that a step may write into, anew for each step, unless they are many."""
+    if shape.numel() > _MOST_NANS:
+        return torch.full((), math.nan, dtype=shape.dtype, device=device).expand(shape.shape)
+    return torch.full(shape.shape, math.nan, dtype=shape.dtype, device=device)

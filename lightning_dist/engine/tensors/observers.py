@@ -87,11 +87,11 @@ class DependenceWatch(OperationWatch):
 
     def mark(self, tree: Any) -> None:
         """Marks a tree's tensors."""
-        self._marked.update(_memory_of(t) for t in tensors_in(tree) if not t.is_sparse)
+        self._marked.update(_memory_of(t) for t in tensors_in(tree) if _has_memory(t))
 
     def has_marked(self, tree: Any) -> bool:
         """Returns whether one of a tree's tensors is marked."""
-        return any(not t.is_sparse and _memory_of(t) in self._marked for t in tensors_in(tree))
+        return any(_has_memory(t) and _memory_of(t) in self._marked for t in tensors_in(tree))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -113,6 +113,11 @@ class DependenceWatch(OperationWatch):
             if func._schema.is_mutable:
                 self.mark((args, kwargs))
         self.mark(result)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Returns whether a tensor is no sparse one, of whatever format."""
+    return tensor.layout == torch.strided
 
 
 def _memory_of(tensor: Tensor) -> torch.UntypedStorage:

@@ -159,6 +159,7 @@ def add_gradient(gradient: Tensor, total: Tensor) -> Tensor:
     return total.add_(gradient)
 
 
+@torch.no_grad()
 def add_with_hooks(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Adds a gradient to ``parameter.grad`` as autograd does, and runs the parameter's hooks."""
     before, behind = gradient_hooks_of(parameter)

@@ -6,7 +6,7 @@ passes all gradients at once to torch, which takes shards or whole tensors, not 
 
 Users clip by themselves, too: ``torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)`` in
 ``configure_gradient_clipping``, where a stage's module has that stage's parameters only. So while
-stages update together, torch's norm of the gradients is that of all stages.
+stages update together, torch's norm of the gradients is that of all stages, ``get_total_norm`` too.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ def norms_of_all_stages(
             raise RuntimeError(f"The norm of order {norm_type} of all stages' gradients is {total}")
         return total.to(own.device, own.dtype)
 
-    undo = replace_method(clip_grad, "_get_total_norm", norm_of_all)
-    try:
+    with ExitStack() as undo:
+        undo.callback(replace_method(clip_grad, "_get_total_norm", norm_of_all))
+        undo.callback(replace_method(torch.nn.utils, "get_total_norm", norm_of_all))
         yield
-    finally:
-        undo()

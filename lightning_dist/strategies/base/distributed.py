@@ -22,7 +22,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import NEVER, gather_objects
@@ -137,12 +137,28 @@ class DistributedStrategy(ProcessMesh):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Lets the first rank of each data replica read for the others."""
+        """Lets the first rank of each data replica read for the others.
+
+        Raises:
+            ValueError: A user's sampler shares the samples out among other ranks than replicas.
+        """
+        self._check_sampler(dataloader)
         if self._loaders is None:
             return self._read_here(dataloader)
         if self._loaders.channel.is_reader:
             dataloader = self._read_here(dataloader)
         return self._loaders.wrap(dataloader)
+
+    def _check_sampler(self, dataloader: object) -> None:
+        sampler = getattr(dataloader, "sampler", None)
+        replicas = self.distributed_sampler_kwargs["num_replicas"]
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas != replicas:
+            raise ValueError(
+                f"A loader has a DistributedSampler for {sampler.num_replicas} replicas, and there"
+                f" {'is' if replicas == 1 else 'are'} {replicas}, for ranks of one replica get the"
+                " same samples. Leave the sampler out, so that the Trainer makes it, or pass it"
+                " `**trainer.strategy.distributed_sampler_kwargs`."
+            )
 
     def _read_here(self, dataloader: object) -> object:
         """Seeds workers by their replica; Lightning would seed them by rank."""

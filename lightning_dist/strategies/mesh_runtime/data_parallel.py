@@ -33,7 +33,7 @@ from lightning_dist.strategies.mesh_runtime import replica_checks
 from lightning_dist.strategies.mesh_runtime.synced_batch_norm import synchronise
 from lightning_dist.strategies.pipelining.start_line import explain_own_statistics
 
-_HOOKS, _ITERATORS, _ORDER = range(3)  # uses of the random numbers that all ranks share
+_HOOKS, _ITERATORS, _ORDER, _UPDATE = range(4)  # uses of the random numbers that all ranks share
 
 
 class DataParallelStrategy(RunSetup):
@@ -160,6 +160,14 @@ class DataParallelStrategy(RunSetup):
         """Seeds the global generators by the batch at hand, alike on all ranks."""
         if self.mesh.data_size > 1:
             seed_all(self.seed, self.batch_index, _ITERATORS, device=self.root_device)
+
+    def seed_update(self) -> None:
+        """Seeds the generators alike on all ranks, behind a backward.
+
+        Hooks and the optimizer may add noise to gradients or weights, which replicas have alike.
+        """
+        if self.mesh.data_size > 1:
+            seed_all(self.seed, self.batch_index, _UPDATE, device=self.root_device)
 
     @override
     def share_order(self, dataloader: object) -> object:

@@ -187,7 +187,9 @@ class ShardedStrategy(ShardedPlacement):
             self._hook_check.check(accumulating=self._is_accumulating)
         if is_overridden_by_user(_BETWEEN_PASSES, self.module):
             self.sharded.written.keep()
-        return self.sharded.backward(closure_loss, default, accumulating=self._is_accumulating)
+        loss = self.sharded.backward(closure_loss, default, accumulating=self._is_accumulating)
+        self.seed_update()
+        return loss
 
     @override
     def update(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:

@@ -36,7 +36,8 @@ def synchronise(
     Returns:
         What has changed the module, and reverts the change.
     """
-    if isinstance(asked, TorchSyncBatchNorm) and not isinstance(asked, ReplicaSyncBatchNorm):
+    # Anew for each run: the group of an earlier one may be gone.
+    if isinstance(asked, TorchSyncBatchNorm | SyncedBatchNorm):
         kind = SyncedBatchNorm if replicas.device.type == "cpu" else ReplicaSyncBatchNorm
         asked = kind(replicas.group)
     if asked is not None:

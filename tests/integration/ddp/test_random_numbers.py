@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dist import DDPStrategy
+from lightning_dist import DDPStrategy, MeshStrategy
 from tests.helpers.networks.models import (
     Classifier,
     make_data,
     make_loader,
     make_module,
     make_trainer,
+    share_of,
+    state_of,
 )
 from tests.helpers.processes.workers import WorkerPool
 
@@ -107,3 +109,41 @@ def test_they_differ_between_replicas_and_are_the_same_when_resumed(
         assert rest[0] == indices[3:]
         assert torch.equal(rest[1], noise[3:])
         assert torch.equal(rest[2], drawn[3:])
+
+
+class Noisy(Classifier):
+    """Adds noise to its gradients, and to its weights behind the update."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(0.1 * torch.randn_like(parameter.grad))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        next(self.parameters()).add_(0.01 * random.random())
+
+
+def fit_noisily(kind: str) -> dict[str, Tensor]:
+    strategies: dict[str, Any] = {
+        "ddp": DDPStrategy,
+        "mesh": lambda: MeshStrategy(pp=2, dp_replicate=2),
+    }
+    devices = {"ddp": 2, "mesh": 4}[kind]
+    trainer = make_trainer(devices=devices, strategy=strategies[kind]())
+    module = make_module(Noisy)
+    place = trainer.strategy.distributed_sampler_kwargs["rank"]
+    trainer.fit(module, share_of(place, 32), make_loader(8))
+    return state_of(module)
+
+
+@pytest.mark.parametrize(("kind", "pairs"), [("ddp", [(0, 1)]), ("mesh", [(0, 1), (2, 3)])])
+def test_replicas_stay_equal_with_noise_in_hooks(
+    workers: WorkerPool, kind: str, pairs: list[tuple[int, int]]
+) -> None:
+    ranks = workers.run(2 if kind == "ddp" else 4, fit_noisily, kind)
+    for first, second in pairs:
+        one, other = ranks[first], ranks[second]
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-12)

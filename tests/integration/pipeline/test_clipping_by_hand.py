@@ -58,6 +58,31 @@ def clip_by_hand(
     return module.norms, state_of(module)
 
 
+class ClipsInParts(ClipsByHand):
+    def _clip(self, hook: str) -> None:
+        if self.hook == hook:
+            own = [p for p in self.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(p.grad for p in own)
+            torch.nn.utils.clip_grads_with_norm_(own, 0.2, norm)
+            self.norms.append(float(norm))
+
+
+def clip_in_parts(devices: int) -> tuple[list[float], dict[str, Tensor]]:
+    strategy: Any = PipelineStrategy() if devices > 1 else "auto"
+    trainer = make_trainer(devices=devices, strategy=strategy)
+    module = make_module(ClipsInParts, hook="on_after_backward", norm_type=2.0)
+    trainer.fit(module, make_loader(16), make_loader(8))
+    return module.norms, state_of(module)
+
+
+def test_torchs_total_norm_is_that_of_all_stages(workers: WorkerPool) -> None:
+    ((norms, expected),) = workers.run(1, clip_in_parts, 1)
+    for own_norms, state in workers.run(2, clip_in_parts, 2):
+        assert own_norms == pytest.approx(norms, rel=1e-9)
+        for key, tensor in state.items():
+            torch.testing.assert_close(tensor, expected[key], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.some("configure-2.0-stages", "after-inf-stages", "before-2.0-sharded")
 @pytest.mark.parametrize("name", ["stages", "sharded"])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])

@@ -298,8 +298,17 @@ def test_a_teacher_follows_by_name_and_not_by_order(workers: WorkerPool) -> None
 class Taught(Following):
     """Learns from its teacher in each step, and sets it at the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, each_epoch: bool) -> None:
         super().__init__(by_name=True)
+        self.each_epoch = each_epoch
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if not self.each_epoch:
+            super().on_train_batch_end(*args)
+
+    def on_train_epoch_end(self) -> None:
+        if self.each_epoch:
+            super().on_train_batch_end()
 
     @torch.no_grad()
     def on_fit_start(self) -> None:
@@ -312,18 +321,22 @@ class Taught(Following):
         return F.mse_loss(self.model(batch[0]), taught)
 
 
-def learn(devices: int, options: dict[str, Any]) -> dict[str, Tensor]:
+def learn(devices: int, options: dict[str, Any], each_epoch: bool = False) -> dict[str, Tensor]:
     strategy: Any = PipelineStrategy(**options) if devices > 1 else "auto"
-    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
-    module = make_module(Taught)
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=3)
+    module = make_module(Taught, each_epoch=each_epoch)
     trainer.fit(module, make_loader(32), make_loader(8))
     return state_of(module)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_step_sees_the_teacher_of_the_latest_batch(workers: WorkerPool, schedule: str) -> None:
-    (expected,) = workers.run(1, learn, 1, {})
-    ranks = workers.run(2, learn, 2, {"schedule": schedule})
+@pytest.mark.parametrize(
+    ("schedule", "each_epoch"), [("1f1b", False), ("zbv", False), ("1f1b", True)]
+)
+def test_a_step_sees_the_latest_teacher(
+    workers: WorkerPool, schedule: str, each_epoch: bool
+) -> None:
+    (expected,) = workers.run(1, learn, 1, {}, each_epoch)
+    ranks = workers.run(2, learn, 2, {"schedule": schedule}, each_epoch)
     found = {name: value for rank in ranks for name, value in rank.items()}
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -30,11 +30,17 @@ from lightning_dist.engine.tensors.fingerprints import fingerprint, projection
 from lightning_dist.strategies.base.callback_order import is_overridden_by_user
 from lightning_dist.strategies.pipelining.results.python_state import mark
 
-_WRITING_HOOKS = (
+_BETWEEN_BATCHES = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"),
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_train_batch_end"),
     *("on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
-    *("configure_gradient_clipping", "on_validation_end", "on_sanity_check_end"),
+    "configure_gradient_clipping",
+)
+_BETWEEN_EPOCHS = (
+    *("on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
+    *("on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end"),
+    *("on_validation_end", "on_validation_model_train", "on_sanity_check_end", "setup"),
+    *("on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict"),
 )
 _NUM_SAMPLED = 1024  # elements of a tensor; an average of weights changes all
 _ROUNDING = 1e-6  # of a norm
@@ -79,15 +85,18 @@ class OutsideTensors:
         self._seen = self._written(self._names)
         self._sampled = self._samples()
         self._used: set[str] = set()  # in training steps
-        self._may_be_written = False
+        self._writes_between_batches = self._writes_between_epochs = False
         if self._names:  # as on all stages, which may have other callbacks
-            may_write = is_overridden_by_user(_WRITING_HOOKS, module)
-            self._may_be_written = any(gather_objects(may_write, stages))
+            kinds = (_BETWEEN_BATCHES, _BETWEEN_EPOCHS)
+            own = [is_overridden_by_user(hooks, module) for hooks in kinds]
+            batches, epochs = zip(*gather_objects(own, stages), strict=True)
+            self._writes_between_batches, self._writes_between_epochs = any(batches), any(epochs)
+        self._begins = True
         self._notes = [
             module.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(
                 partial(self._note, name)
             )
-            for name in (self._fixed if self._may_be_written and not waits else ())
+            for name in (self._fixed if self._writes_between_batches and not waits else ())
         ]
 
     def close(self) -> None:
@@ -124,7 +133,10 @@ class OutsideTensors:
                 written other values than each other.
         """
         self._check_frozen()
-        if self._may_be_written and is_empty:
+        begins = self._begins or self._module.trainer.fit_loop.batch_idx == 0
+        self._begins = False
+        writes = self._writes_between_batches or (begins and self._writes_between_epochs)
+        if writes and is_empty:
             self._follow()
 
     @torch.no_grad()
@@ -135,9 +147,10 @@ class OutsideTensors:
             ValueError: Stages have written other values into a frozen parameter than each other,
                 or steps have used what other stages' hooks wrote with batches in flight.
         """
+        self._begins = True  # after a validation, or an epoch
         if not self._names:
             return
-        if self._may_be_written and not self._waits:
+        if self._writes_between_batches and not self._waits:
             self._check_used()
         now = self._written(self._names)
         self._exchange([name for name, mark in now.items() if mark != self._seen.get(name)])

@@ -168,6 +168,12 @@ def _fill(mine: Any, value: Any) -> bool:
             return False
         mine[...] = value
         return True
+    if type(mine) is Tensor:  # a dataset or a sampler may read it
+        is_free = mine.is_contiguous() and not (mine.requires_grad or mine.is_inference())
+        if is_free and (mine.shape, mine.dtype) == (value.shape, value.dtype):
+            mine.copy_(value)
+            return True
+        return False
     if not isinstance(mine, _CONTAINERS):
         return False
     mine.clear()

@@ -74,6 +74,14 @@ def test_a_whole_state_is_loaded_and_a_later_run_finds_the_same() -> None:
     assert copy.deepcopy(user).head.weight is not user.head.weight
 
 
+def leave(layers: Layers) -> None:
+    """Leaves a step behind the layers, as other stages than the last do."""
+    with layers.in_call(torch.ones(1)):
+        pass
+    raise StopIteration
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
 def test_steps_of_other_stages_see_nans_that_may_not_reach_the_module() -> None:
     for stage in (0, 1):  # a rank may have the first stage and the last one
         user, layers, loss = cut_on(stage)
@@ -82,8 +90,14 @@ def test_steps_of_other_stages_see_nans_that_may_not_reach_the_module() -> None:
             scaled = user.head(torch.ones(1, 2)) * user.scale.exp()
             with pytest.raises(ValueError, match=r"scale.* ahead of the pipelined module"):
                 layers.in_call((scaled, {})).__enter__()
-            with layers.in_call(torch.ones(1)):
+            user.scale.data.clamp_(-1.0, 1.0)  # as steps do with their own
+            sparse = torch.eye(2).to_sparse_csr()
+            with layers.in_call((torch.ones(1), sparse)):
                 pass
+        assert loss._checked == {True}
+        loss.attach(CPU)
+        with pytest.raises(StopIteration), layers.in_step(is_last=False):
+            leave(layers)
         assert scaled.isnan().all()
         assert user.scale is before
         with layers.in_step(is_last=False):  # this mode has been looked at

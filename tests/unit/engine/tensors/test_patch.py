@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.patch import replacement
+from lightning_dist.engine.tensors.patch import add_gradient, add_with_hooks, replacement
 
 
 class Packed(nn.Parameter):
@@ -35,3 +36,23 @@ def test_a_derived_class_keeps_its_attributes_to_itself() -> None:
     assert vars(made) == {}
     assert isinstance(made, Tensor)
     assert not made.requires_grad
+
+
+def test_hooks_may_use_and_write_the_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_hook(lambda gradient: gradient + parameter)
+    parameter.register_post_accumulate_grad_hook(lambda own: own.mul_(0.5))
+    add_with_hooks(parameter, torch.ones(2))
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2.0, 2.0]
+    assert not parameter.grad.requires_grad
+    assert parameter.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_whole_gradient_is_added_to_rows() -> None:
+    rows = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 2), (3, 2))
+    total = add_gradient(torch.ones(3, 2), rows)
+    assert total.tolist() == [[1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]
+    assert add_gradient(rows, total) is total
+    assert total[1].tolist() == [3.0, 3.0]

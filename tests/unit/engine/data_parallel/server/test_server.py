@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
@@ -19,6 +21,20 @@ BRIEF = 0.1
 GROUPS: list[dict[str, Any]] = [{"lr": 1.0}]
 
 
+def in_thread(function: Callable[..., Reply], *args: Any) -> Future[Reply]:
+    """Calls a function in a thread that does not outlive the tests, if one of them fails."""
+    answer: Future[Reply] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(function(*args))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
+
+
 class Served:
     """A server of one weight, with SGD of rate 1."""
 
@@ -29,20 +45,19 @@ class Served:
         self.shard.follow(optimizer, [weight])
         self.server = ParameterServer(self.shard, ServerOptions(**options), range(num_workers))
         self.server.open()
-        self.threads = ThreadPoolExecutor(num_workers)
 
     def push(
         self, worker: int, value: float | None, *asked: int, written: float | None = None
     ) -> Future[Reply]:
         gradient: Tensor | None = None if value is None else torch.tensor(value)
         push = Push([gradient], GROUPS, asked, tensors(written))
-        return self.threads.submit(self.server.answer, worker, push)
+        return in_thread(self.server.answer, worker, push)
 
     def meet(
         self, worker: int, drains: bool = False, written: float | None = None
     ) -> Future[Reply]:
         meet = Meet(drains, tensors(written))
-        return self.threads.submit(self.server.answer, worker, meet)
+        return in_thread(self.server.answer, worker, meet)
 
 
 def tensors(value: float | None) -> list[Tensor]:

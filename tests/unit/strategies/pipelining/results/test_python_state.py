@@ -131,6 +131,11 @@ def test_a_copy_fills_what_others_may_have_too() -> None:
     assert not hasattr(module, "absent")
     set_attribute_of(module, "evaluator.matrix", np.ones(3))
     assert module.evaluator.matrix.shape == (3,)
+    module.labels = labels = torch.zeros(3)
+    set_attribute_of(module, "labels", torch.ones(3))
+    assert labels.sum() == 3
+    set_attribute_of(module, "labels", torch.ones(4))
+    assert module.labels.shape == (4,)
 
 
 def test_functions_within_functions_cannot_be_sent() -> None:
