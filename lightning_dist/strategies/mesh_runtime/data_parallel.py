@@ -164,9 +164,10 @@ class DataParallelStrategy(RunSetup):
     def seed_update(self) -> None:
         """Seeds the generators alike on all ranks, behind a backward.
 
-        Hooks and the optimizer may add noise to gradients or weights, which replicas have alike.
+        Hooks and the optimizer may add noise to gradients or weights, which replicas have alike. A
+        step that calls backward by itself may go on, and draw samples, which differ.
         """
-        if self.mesh.data_size > 1:
+        if self.mesh.data_size > 1 and self.module.automatic_optimization:
             seed_all(self.seed, self.batch_index, _UPDATE, device=self.root_device)
 
     @override

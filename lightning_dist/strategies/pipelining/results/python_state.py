@@ -144,8 +144,11 @@ def can_be_sent(value: Any) -> bool:
     return True
 
 
-def set_attribute_of(module: nn.Module, name: str, value: Any) -> None:
-    """Sets an attribute to what another rank has there, if this rank has what holds it."""
+def set_attribute_of(module: nn.Module, name: str, value: Any, *, is_new: bool = False) -> None:
+    """Sets an attribute to what another rank has there, if this rank has what holds it.
+
+    ``is_new`` says that it is another object there than before.
+    """
     *path, attribute = name.split(".")
     holder: Any = module
     for step in path:
@@ -153,8 +156,9 @@ def set_attribute_of(module: nn.Module, name: str, value: Any) -> None:
     if holder is None:
         return
     mine = getattr(holder, attribute, None)
-    if type(mine) is type(value) and _fill(mine, value):  # others may have the same object
-        return
+    is_other = is_new and type(mine) is Tensor  # `self.before = self.now` may have the old one
+    if type(mine) is type(value) and not is_other and _fill(mine, value):
+        return  # others may have the same object
     if isinstance(holder, nn.Module):
         setattr(holder, attribute, value)
     else:

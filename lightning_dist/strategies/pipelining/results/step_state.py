@@ -78,6 +78,7 @@ class StepState:
         self._outside = outside
         self._buffers = outside.buffers
         self._changed: set[str] = set()
+        self._replaced: set[str] = set()  # by another object
         self._grown: Counter[str] = Counter()  # items that steps have appended to lists
         self._is_shared = True
         ends: Any = dict.fromkeys(_ENDS, lambda *_: self.share())
@@ -106,6 +107,8 @@ class StepState:
                 old, seen = before.get(name, (before, None))
                 if value is not old or self._mark(name, value) != seen:
                     self._changed.add(name)
+                if value is not old:
+                    self._replaced.add(name)
                 if isinstance(value, list) and name in lengths:
                     self._grown[name] += len(value) - lengths[name]
 
@@ -123,6 +126,7 @@ class StepState:
         if packed[0] is not None:
             self._unpack(packed[0])
         self._changed.clear()
+        self._replaced.clear()
         self._grown.clear()
         self._is_shared = True
 
@@ -149,7 +153,7 @@ class StepState:
         own = {name for name, count in found["grown"].items() if self._grown[name] == count > 0}
         for name, value in found["values"].items() if not self._is_source else ():
             if name not in own:
-                self._set(name, value)
+                self._set(name, value, is_new=name in found["replaced"])
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         yield from attributes_of(self._module, self._modules).items()
@@ -162,15 +166,16 @@ class StepState:
         for name in unsent:
             del values[name]
         packed = io.BytesIO()
-        torch.save({"values": values, "unsent": unsent, "grown": dict(self._grown)}, packed)
+        about = {"unsent": unsent, "replaced": self._replaced, "grown": dict(self._grown)}
+        torch.save({"values": values, **about}, packed)
         return packed.getvalue()
 
     @torch.no_grad()
-    def _set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: Any, *, is_new: bool) -> None:
         if name in self._buffers:
             self._module.get_buffer(name).copy_(value)
             return
-        set_attribute_of(self._module, name, value)
+        set_attribute_of(self._module, name, value, is_new=is_new)
 
 
 class StepCounters:

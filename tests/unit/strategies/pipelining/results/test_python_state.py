@@ -134,6 +134,8 @@ def test_a_copy_fills_what_others_may_have_too() -> None:
     module.labels = labels = torch.zeros(3)
     set_attribute_of(module, "labels", torch.ones(3))
     assert labels.sum() == 3
+    set_attribute_of(module, "labels", torch.zeros(3), is_new=True)
+    assert (labels.sum(), module.labels.sum()) == (3, 0)
     set_attribute_of(module, "labels", torch.ones(4))
     assert module.labels.shape == (4,)
 
