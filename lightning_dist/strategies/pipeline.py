@@ -213,14 +213,13 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             self._config, shard=None, half=half, example=self._example(trainer, half)
         )
         self._known_split = parallelize(self.module, self.mesh_of_ranks, asked).split
-        if self.is_fitting and self.mesh.data_size > 1:
+        if self.is_fitting and self.mesh.data_size > 1 and self.has_joint_statistics:
             self._synchronise_statistics()
         if self.is_fitting and self._config.partition == "profile":
             self.check_layers_can_move()
 
     def _synchronise_statistics(self) -> None:
-        is_traced = isinstance(self._split, TracedSplit)
-        if self._layer_sync is not None and is_traced and self._statistics:
+        if isinstance(self._split, TracedSplit) and self._statistics:
             raise ValueError(
                 "sync_batchnorm=True does not go with a model that is traced, for a graph has no"
                 " layers to exchange. Name its list of blocks with `layers=`, or take GroupNorm."

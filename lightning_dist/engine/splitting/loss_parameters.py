@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.common.names import shorten
-from lightning_dist.engine.splitting.removed_tensors import Refusals, RemovedTensors
+from lightning_dist.engine.splitting.removed_tensors import RemovedTensors
 from lightning_dist.engine.tensors.module_tree import dotted, outermost, place_of
 from lightning_dist.engine.tensors.observers import DependenceWatch
 from lightning_dist.engine.tensors.patch import replaced
@@ -33,7 +33,6 @@ _WHERE = (
     " the loss: use them in steps, behind the call of that module. What runs ahead of it must be"
     " part of it, like `nn.Sequential(first, *layers)`, or frozen with `requires_grad_(False)`."
 )
-_VALUE = f"The value of {{name!r}} was asked for on a rank without it. {_WHERE}"
 
 
 class LossParameters:
@@ -45,7 +44,7 @@ class LossParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._removed = RemovedTensors(module, Refusals(_VALUE, call=None))
+        self._removed = RemovedTensors(module)
         self._shapes: dict[str, Tensor] = {}
         self._device = torch.device("cpu")
         self._checked: set[bool] = set()  # by whether gradients are on
@@ -84,8 +83,8 @@ class LossParameters:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns those that this rank has, by their first names."""
-        own = {n: p for n, p in self.module.named_parameters() if n in self._shapes}
-        return {name: p for name, p in own.items() if name not in self._removed.names}
+        own = self.names - self.foreign_names
+        return {name: p for name, p in self.module.named_parameters() if name in own}
 
     def modules(self) -> dict[str, nn.Module]:
         """Returns the outermost modules with no other parameters, as far as this rank has them."""
@@ -107,7 +106,7 @@ class LossParameters:
         """Removes them from the user's module on a rank without the last stage."""
         if self._shapes:
             vars(self.module)[_KEPT_AS] = self
-        new = set() if is_last else self.names - self._removed.names
+        new = set() if is_last else self.names - self.foreign_names
         owners = {} if is_last else self.modules()
         self._removed.take(new)
         for name, owner in owners.items():

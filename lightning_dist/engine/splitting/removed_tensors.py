@@ -30,17 +30,22 @@ class Refusals:
 
     Attributes:
         value: For a read of a removed tensor's value in a step.
-        call: For a call of a part that lacks a tensor; None leaves its forward as it is.
+        call: For a call of a part that lacks a tensor.
     """
 
     value: str
-    call: str | None
+    call: str
 
 
 class RemovedTensors:
-    """Parameters and buffers of a module that other ranks hold; none at first."""
+    """Parameters and buffers of a module that other ranks hold; none at first.
 
-    def __init__(self, module: nn.Module, refusals: Refusals) -> None:
+    Args:
+        module: The module.
+        refusals: For :meth:`as_remote`, and for calls; None leaves forwards as they are.
+    """
+
+    def __init__(self, module: nn.Module, refusals: Refusals | None = None) -> None:
         self._module = module
         self._refusals = refusals
         self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
@@ -74,11 +79,10 @@ class RemovedTensors:
             vars(self._module.get_submodule(name)).pop("forward", None)
 
     def _refuse_calls(self, names: Collection[str]) -> None:
-        text = self._refusals.call
-        if text is None:
+        if self._refusals is None:
             return
         for name in names:
-            refused: Callable[..., Any] = partial(_refuse, text.format(name=name))
+            refused: Callable[..., Any] = partial(_refuse, self._refusals.call.format(name=name))
             self._module.get_submodule(name).forward = refused
 
     def _skip_in_loads(self) -> None:
@@ -108,6 +112,7 @@ class RemovedTensors:
 
     def describe(self, device: torch.device) -> None:
         """Makes the remote tensors that :meth:`as_remote` shows, as if they were on a device."""
+        assert self._refusals is not None
         self._described = {
             name: absent(shape, shape.dtype, device, self._refusals.value.format(name=name))
             for name, shape in self._shapes.items()

@@ -156,10 +156,10 @@ class DataParallelStrategy(RunSetup):
         """Returns random numbers that depend on the seed, the batch and a place, on no rank."""
         return RandomStream(self.seed, self.batch_index, *place)
 
-    def _seed_alike(self) -> None:
+    def _seed_alike(self, use: int = _ITERATORS) -> None:
         """Seeds the global generators by the batch at hand, alike on all ranks."""
         if self.mesh.data_size > 1:
-            seed_all(self.seed, self.batch_index, _ITERATORS, device=self.root_device)
+            seed_all(self.seed, self.batch_index, use, device=self.root_device)
 
     def seed_update(self) -> None:
         """Seeds the generators alike on all ranks, behind a backward.
@@ -167,8 +167,8 @@ class DataParallelStrategy(RunSetup):
         Hooks and the optimizer may add noise to gradients or weights, which replicas have alike. A
         step that calls backward by itself may go on, and draw samples, which differ.
         """
-        if self.mesh.data_size > 1 and self.module.automatic_optimization:
-            seed_all(self.seed, self.batch_index, _UPDATE, device=self.root_device)
+        if self.module.automatic_optimization:
+            self._seed_alike(_UPDATE)
 
     @override
     def share_order(self, dataloader: object) -> object:

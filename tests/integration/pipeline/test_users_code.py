@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dist import PipelineStrategy
 from lightning_dist.checkpoint import load_full
@@ -381,35 +381,3 @@ def shares_among_ranks() -> str:
 def test_a_sampler_for_ranks_of_one_replica_is_refused(workers: WorkerPool) -> None:
     """Half of the samples would never be read."""
     assert workers.run(2, shares_among_ranks) == ["refused"] * 2
-
-
-class Relabels(Classifier):
-    """Reads labels that its steps write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.labels = make_data(16).tensors[1].clone()
-
-    def train_dataloader(self) -> Any:
-        x = make_data(16).tensors[0]
-        return DataLoader(TensorDataset(x, self.labels, torch.arange(16)), batch_size=8)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y, index = batch
-        logits = self.model(x)
-        self.labels[index] = logits.argmax(-1)
-        return torch.nn.functional.cross_entropy(logits, y)
-
-
-def relabel(devices: int) -> dict[str, Any]:
-    trainer = make_trainer(devices=devices, max_epochs=3, limit_val_batches=0)
-    module = make_module(Relabels)
-    trainer.fit(module, val_dataloaders=make_loader(8))
-    return state_of(module)
-
-
-def test_a_loader_reads_what_steps_have_written(workers: WorkerPool) -> None:
-    (expected,) = workers.run(1, relabel, 1)
-    for state in workers.run(2, relabel, 2):
-        for name, value in state.items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)

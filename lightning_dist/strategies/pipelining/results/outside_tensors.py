@@ -39,8 +39,8 @@ _BETWEEN_BATCHES = (
 _BETWEEN_EPOCHS = (
     *("on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
     *("on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end"),
-    *("on_validation_end", "on_validation_model_train", "on_sanity_check_end", "setup"),
-    *("on_save_checkpoint", "on_load_checkpoint", "state_dict", "load_state_dict"),
+    *("on_validation_end", "on_validation_model_train", "on_sanity_check_end"),
+    *("on_save_checkpoint", "on_load_checkpoint"),
 )
 _NUM_SAMPLED = 1024  # elements of a tensor; an average of weights changes all
 _ROUNDING = 1e-6  # of a norm
