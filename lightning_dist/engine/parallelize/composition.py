@@ -33,9 +33,12 @@ from lightning_dist.engine.sharding.manual_steps import WithCalled, check_called
 from lightning_dist.engine.sharding.recompute import checkpoint_activations, choose_recomputed
 from lightning_dist.engine.sharding.wrap import ByClass, Unit, WrapPolicy
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary, describe
+from lightning_dist.engine.splitting.blocks.find_blocks import (
+    LayersNotFoundError,
+    SeveralListsError,
+)
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import layers_of
-from lightning_dist.engine.splitting.find_blocks import LayersNotFoundError, SeveralListsError
 from lightning_dist.engine.splitting.find_layers import refuse_ties
 from lightning_dist.engine.splitting.find_loss_parameters import not_ahead, refuse_cuts
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
@@ -177,7 +180,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         inner = StepModule(nn.ModuleList(map(module.get_submodule, kept))) if kept else None
         if inner is not None:
             roots = (StepModule(module, inner),)
-        whole = () if split is None else split.layers.of_loss.parameters().values()
+        whole = [] if split is None else split.layers.placed_here()
         shards = fully_shard(roots, module, new, data_mesh, sharding, inner, whole)
     take_whole_tensors(module)
     replica = None if asked.replicas is None else WrappedReplica(module, asked.replicas)

@@ -84,9 +84,18 @@ def layers_of(layers: Layers, layers_per_stage: Sequence[int], stage_index: int)
     """Returns the module that runs the layers of a stage of this rank."""
     first = sum(layers_per_stage[:stage_index])
     stage = layers.stage(first, first + layers_per_stage[stage_index])
-    if stage_index == len(layers_per_stage) - 1:
-        layers.of_loss.put_into(stage)
+    put_placed(layers, layers_per_stage, stage_index, stage)
     return stage
+
+
+def put_placed(
+    layers: Layers, layers_per_stage: Sequence[int], stage_index: int, stage: nn.Module
+) -> None:
+    """Puts what a stage of this rank has beside its layers into the module that runs these."""
+    stages = stage_of_layers(layers_per_stage)
+    for placed in layers.placed:
+        if stages[layers.layer_of(placed)] == stage_index:
+            placed.put_into(stage)
 
 
 def structure_of(layer: nn.Module) -> nn.Module:

@@ -12,27 +12,30 @@ from typing import NoReturn
 from torch import nn
 
 from lightning_dist.engine.planning.partition import partition_layers, uniform_partition
-from lightning_dist.engine.splitting.block_loop import loops_over
-from lightning_dist.engine.splitting.cut import structure_of, whole
-from lightning_dist.engine.splitting.find_blocks import (
+from lightning_dist.engine.splitting.blocks.block_loop import loops_over
+from lightning_dist.engine.splitting.blocks.find_blocks import (
     LayersNotFoundError,
     blocks_of,
     find_blocks,
     find_model,
     is_in_a_sequence,
     is_module_list,
+    is_sequence_of_blocks,
     parameter_ids,
     trainable_ids,
 )
+from lightning_dist.engine.splitting.cut import structure_of, whole
 from lightning_dist.engine.splitting.find_loss_parameters import (
     IsBehind,
     give_loss_parameters,
     holds_layers,
+    not_ahead,
     not_in_a_forward,
     trainable_outside,
 )
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.splitting.ties import Tie
+from lightning_dist.engine.tensors.forward_ast import used_by_forward
 from lightning_dist.engine.tensors.module_tree import count_parameters, outermost
 
 
@@ -72,9 +75,26 @@ def find_layers(
 
 def _named_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
     with whole(module):
-        if is_module_list(module, layers):
+        if is_module_list(module, layers) or _is_amid_a_forward(module, layers):
             return _blocks_in_list(module, layers)
     return _sequence_in(*_get(module, layers))
+
+
+def _is_amid_a_forward(module: nn.Module, layers: str) -> bool:
+    """Returns whether a forward trains parameters ahead of a sequence that it calls."""
+    sequence = dict(module.named_modules()).get(layers)
+    holder, _, inner = layers.partition(".")
+    if not inner or not isinstance(sequence, nn.Sequential):
+        return False
+    part = module.get_submodule(holder)
+    for step in inner.split("."):
+        kind: type = type(part)
+        if step not in (used_by_forward(kind) or ()):
+            return False
+        part = part.get_submodule(step)
+    names = trainable_outside(module, layers)
+    inside = [name for name in names if name.startswith(f"{holder}.")]
+    return not all(not_ahead(module, layers, name) for name in inside)
 
 
 def _find_layers(module: nn.Module, is_behind: IsBehind) -> tuple[str, Layers]:
@@ -92,7 +112,13 @@ def _find_layers(module: nn.Module, is_behind: IsBehind) -> tuple[str, Layers]:
 
 def _find_block_list(module: nn.Module, is_behind: IsBehind) -> str | None:
     """Returns the one list of blocks that a model's forward runs one after the other."""
-    lists = outermost([n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)])
+    lists = outermost(
+        [
+            name
+            for name, part in module.named_modules()
+            if isinstance(part, nn.ModuleList) or is_sequence_of_blocks(part)
+        ]
+    )
     chains = []
     for path in lists:
         holder, _, inner = path.partition(".")
@@ -219,7 +245,8 @@ def choose_partition(
         costs = [0.0] * num_layers
         for part in layers.parts():
             costs[part.layer_index] += count_parameters(structure_of(part.module))
-        costs[-1] += layers.of_loss.num_elements
+        for placed in layers.placed:
+            costs[layers.layer_of(placed)] += placed.num_elements
         return tuple(partition_layers(costs, num_stages))
     assert not isinstance(partition, str)
     counts = tuple(partition)

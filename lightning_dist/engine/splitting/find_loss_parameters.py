@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from lightning_dist.engine.splitting.blocks.block_loop import is_ahead
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.loss_parameters import LossParameters
 from lightning_dist.engine.tensors.forward_ast import used_by_forward
@@ -22,23 +23,24 @@ IsBehind = Callable[[nn.Module, str, str], bool]
 
 def not_in_a_forward(module: nn.Module, path: str, name: str) -> bool:
     """Returns whether no forward uses the parameter, so that only steps can."""
-    mentioned, _, own = _mentioned(module, path, name)
+    _, mentioned, _, own = _mentioned(module, path, name)
     return mentioned is not None and own[0] not in mentioned
 
 
 def not_ahead(module: nn.Module, path: str, name: str) -> bool:
     """Returns whether no forward calls the parameter's module, or only behind the submodule."""
-    mentioned, part, own = _mentioned(module, path, name)
+    holder, mentioned, part, own = _mentioned(module, path, name)
     if mentioned is None or own[0] not in mentioned:
         return mentioned is not None
-    is_itself = len(own) == 1  # what `scale = self.scale.exp()` is used for may come later
-    return is_itself or part in mentioned[: mentioned.index(own[0])]
+    if len(own) == 1:  # what `scale = self.scale.exp()` is used for may come later
+        return not is_ahead(holder, own[0], part)
+    return part in mentioned[: mentioned.index(own[0])]
 
 
 def _mentioned(
     module: nn.Module, path: str, name: str
-) -> tuple[tuple[str, ...] | None, str, Sequence[str]]:
-    """Returns what the innermost module with both uses in its forward.
+) -> tuple[nn.Module, tuple[str, ...] | None, str, Sequence[str]]:
+    """Returns the innermost module with both, and what it uses in its forward.
 
     And the submodule's name in it, and those of the parameter on the way to it.
     """
@@ -47,7 +49,7 @@ def _mentioned(
         holder = holder.get_submodule(parts[0])
         parts, own = parts[1:], own[1:]
     kind: type = type(holder)
-    return used_by_forward(kind), parts[0], own
+    return holder, used_by_forward(kind), parts[0], own
 
 
 def trainable_outside(module: nn.Module, path: str) -> dict[str, nn.Parameter]:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer, describe
 from lightning_dist.engine.splitting.loss_parameters import LossParameters
+from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
 from lightning_dist.engine.tensors.compiler import PausedCompiler
 
 
@@ -69,6 +70,19 @@ class Layers:
             for index, group in enumerate(self.names)
             for name in group
         ]
+
+    @property
+    def placed(self) -> tuple[PlacedParameters, ...]:
+        """What belongs to a layer's stage, but to none of its submodules."""
+        return (self.of_loss,)
+
+    def layer_of(self, placed: PlacedParameters) -> int:
+        """Returns the layer with whose stage some of :attr:`placed` are."""
+        return 0 if placed.is_first else len(self) - 1
+
+    def placed_here(self) -> list[nn.Parameter]:
+        """Lists those of :attr:`placed` that this rank has."""
+        return [p for placed in self.placed for p in placed.parameters().values()]
 
     def stage(self, first: int, end: int) -> nn.Module:
         """Returns a module that runs layers of this rank, from a first to before an end.
@@ -123,11 +137,13 @@ class Layers:
             own_layers: Indices of this rank's layers from now on.
             beside: Tensors that :meth:`beside` returned for the layers that came.
         """
-        self.of_loss.settle(is_last=len(self) - 1 in own_layers)
+        for placed in self.placed:
+            placed.settle(is_here=self.layer_of(placed) in own_layers)
 
     def attach(self, device: torch.device) -> None:
         """Prepares the cut module for calls of stages, as if remote tensors were on a device."""
-        self.of_loss.attach(device)
+        for placed in self.placed:
+            placed.attach(device)
         modules = (part.module for part in self.parts())
         self._foreign = [module for module in modules if isinstance(module, ForeignLayer)]
         for layer in self._foreign:

@@ -7,7 +7,7 @@ may run ``configure_optimizers`` in between, which may read any parameter's valu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,8 +108,9 @@ class PipelineSplit:
         return f"{self.path}." if self.path else ""
 
     def _layer_of(self, name: str) -> int | None:
-        if name in self.layers.of_loss.names:
-            return len(self.layers) - 1
+        for placed in self.layers.placed:
+            if name in placed.names:
+                return self.layers.layer_of(placed)
         for part in self.layers.parts():
             prefix = "".join(f"{step}." for step in (self.path, part.name) if step)
             if f"{name}.".startswith(prefix):
@@ -123,7 +124,10 @@ class PipelineSplit:
     @contextmanager
     def whole(self, device: torch.device | None = None) -> Iterator[None]:
         """Returns a context manager with the whole model's structure; see :func:`.cut.whole`."""
-        with self._whole_layers(device), self.layers.of_loss.as_empty(device):
+        with ExitStack() as stack:
+            stack.enter_context(self._whole_layers(device))
+            for placed in self.layers.placed:
+                stack.enter_context(placed.as_empty(device))
             yield
 
     def _whole_layers(self, device: torch.device | None) -> AbstractContextManager[None]:
@@ -139,13 +143,14 @@ class PipelineSplit:
         """Lists a module's parameters and buffers that no stage has for itself."""
         parts = [part.module for part in self.layers.parts()]
         inside = {id(t) for part in parts for t in (*part.parameters(), *part.buffers())}
-        inside |= {id(parameter) for parameter in self.layers.of_loss.parameters().values()}
+        inside |= {id(parameter) for parameter in self.layers.placed_here()}
         return [t for t in (*module.parameters(), *module.buffers()) if id(t) not in inside]
 
     def foreign_names(self) -> set[str]:
         """Returns the entries of the whole model's state dict that other stages hold."""
         stages = stage_of_layers(self.layers_per_stage)
-        return self.layers.of_loss.foreign_names | {
+        beside = (placed.foreign_names for placed in self.layers.placed)
+        return set[str]().union(*beside) | {
             f"{self.path}.{part.name}.{key}"
             for part in self.layers.parts()
             if stages[part.layer_index] not in self.stages

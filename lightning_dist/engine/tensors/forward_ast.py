@@ -38,11 +38,10 @@ def own_name(code: ast.Module) -> str:
 
 def runs_before(module: nn.Module, name: str, other: str) -> bool:
     """Returns whether a module's forward runs one of its submodules before another one."""
-    for class_ in type(module).__mro__:
-        code = syntax_of(vars(class_).get("forward"))
-        mentioned = [] if code is None else list(_used(code, own_name(code)))
-        if name in mentioned and other in mentioned:
-            return mentioned.index(name) < mentioned.index(other)
+    kind: type = type(module)
+    mentioned = used_by_forward(kind) or ()
+    if name in mentioned and other in mentioned:
+        return mentioned.index(name) < mentioned.index(other)
     registered = [child for child, _ in module.named_children()]
     return registered.index(name) < registered.index(other)
 
@@ -59,11 +58,11 @@ def _used(node: ast.AST, own: str) -> Iterator[str]:
 
 
 @cache
-def used_by_forward(kind: type) -> tuple[str, ...] | None:
+def used_by_forward(kind: type, method: str = "forward") -> tuple[str, ...] | None:
     """Names the attributes of its own object that a forward uses, in the order of their first use.
 
     A method's are in place of its name, those of a base class's method ahead of the others. None if
-    the forward has no source.
+    the forward, or another method that is asked for, has no source.
     """
     found: list[str] = []
 
@@ -79,7 +78,7 @@ def used_by_forward(kind: type) -> tuple[str, ...] | None:
                 found.append(used)
         return True
 
-    return tuple(dict.fromkeys(found)) if visit("forward", kind.__mro__, ()) else None
+    return tuple(dict.fromkeys(found)) if visit(method, kind.__mro__, ()) else None
 
 
 _CHANGES = frozenset({"add", "append", "appendleft", "clear", "extend", "insert", "update"})

@@ -141,7 +141,7 @@ class HalfPrecisionPlugin(Precision):
         parts = () if self._stages is None else self._stages.parts()
         elsewhere = {p for part in parts for p in part.module.parameters()}
         if self._stages is not None:
-            elsewhere |= {*self._stages.of_loss.parameters().values()}
+            elsewhere |= {*self._stages.placed_here()}
         masters = list(self._parameters.values()) if self.half.master_weights else []
         if self._shards_cast:
             masters = [p for p in masters if is_left_whole(p)]

@@ -26,6 +26,7 @@ from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.cut import put_placed
 from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.run_setup import Closure, Step, StepContext
@@ -79,8 +80,8 @@ class StagedModule(ShardedModule):
     def take_replaced(self) -> None:
         """Takes new parameters of the module, which have replaced others, where it keeps them."""
         tie_again(self._split.layers, self._split.ties)
-        if self._split.has_last:
-            self._split.layers.of_loss.put_into(self._root_of[max(self._root_of)])
+        for stage, root in self._root_of.items():
+            put_placed(self._split.layers, self._split.layers_per_stage, stage, root)
 
     def open(
         self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]

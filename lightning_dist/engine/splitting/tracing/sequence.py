@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist.engine.checkpoint.saved_names import names_of_saved
-from lightning_dist.engine.splitting.blocks import without_cache
+from lightning_dist.engine.splitting.blocks.blocks import without_cache
 from lightning_dist.engine.splitting.layers import LayerSequence
 from lightning_dist.engine.splitting.loss_parameters import LossParameters
 from lightning_dist.engine.splitting.removed_tensors import Refusals, RemovedTensors

@@ -33,7 +33,7 @@ from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.splitting.config import find_batch_statistics
 from lightning_dist.engine.splitting.find_layers import find_layers, refuse_places_outside
-from lightning_dist.engine.splitting.layers import Part
+from lightning_dist.engine.splitting.layers import Layers, Part
 from lightning_dist.engine.tensor_parallel.apply import check_styles
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
@@ -272,7 +272,19 @@ def _find_parts(module: nn.Module) -> tuple[list[Part], bool]:
         return [Part(name, child, index) for index, (name, child) in enumerate(trained)], False
     last = len(layers) - 1
     beside = [Part(name, part, last) for name, part in layers.of_loss.modules().items()]
-    return [*layers.parts(), *beside], True
+    ahead, behind = _direct_parts(layers, is_first=True), _direct_parts(layers, is_first=False)
+    return [*ahead, *layers.parts(), *behind, *beside], True
+
+
+def _direct_parts(layers: Layers, *, is_first: bool) -> list[Part]:
+    """Returns the parameters that modules with blocks hold themselves, as parts that do not run."""
+    found = []
+    for placed in layers.placed:
+        if placed is not layers.of_loss and placed.names and placed.is_first == is_first:
+            holder = nn.Module()
+            placed.put_into(holder)
+            found.append(Part(", ".join(sorted(placed.names)), holder, layers.layer_of(placed)))
+    return found
 
 
 def _of_tensor_plans(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_dist.engine.splitting.blocks import keywords_of_a_stage
+from lightning_dist.engine.splitting.blocks.blocks import keywords_of_a_stage
 
 
 class Caching(nn.Module):

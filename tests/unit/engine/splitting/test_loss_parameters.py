@@ -54,8 +54,8 @@ def test_only_the_last_stage_keeps_them() -> None:
     user, layers, last = cut_on(1)
     assert (last.names, last.foreign_names) == (NAMES, set())
     stage = dict(layers_of(layers, (3, 1), 1).named_parameters())
-    assert stage["loss/head/weight"] is user.head.weight
-    assert stage["loss/scale"] is user.scale
+    assert stage["beside/head/weight"] is user.head.weight
+    assert stage["beside/scale"] is user.scale
     assert len(stage) == 5  # a tied one once
     assert last.num_elements == 7
     assert last.modules() == {"head": user.head}

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dist.engine.splitting.block_loop import loops_over
+from lightning_dist.engine.splitting.blocks.block_loop import loops_over
 
 
 class Base(nn.Module):

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_dist.engine.splitting.blocks.find_blocks import blocks_of
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import cut
-from lightning_dist.engine.splitting.find_blocks import blocks_of
 from tests.helpers.block_parity import largest_difference
 
 LAYERS = "model.body.blocks"

@@ -9,11 +9,9 @@ import pytest
 from torch import nn
 
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.cut import cut
-from lightning_dist.engine.splitting.find_blocks import blocks_of
 from lightning_dist.engine.splitting.find_layers import find_layers
 from lightning_dist.engine.splitting.split import find_split
-from tests.unit.engine.splitting.test_blocks import Block, Body, Model
+from tests.unit.engine.splitting.blocks.test_blocks import Block, Body, Model
 
 
 class Pretrained(nn.Module):
@@ -150,15 +148,3 @@ def test_a_head_of_the_steps_is_beside_the_model(model: nn.Module, layers: str, 
 def test_what_is_not_clear_is_refused(module: nn.Module, layers: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_layers(module, layers)
-
-
-def test_a_parameter_beside_the_blocks_belongs_to_no_stage() -> None:
-    model = Model()
-    model.body.register_parameter("scale", nn.Parameter(model.head.bias.detach().clone()))
-    with pytest.raises(
-        ValueError, match=r"^Move 'net.body.scale' .* is of a Body that runs on all stages"
-    ):
-        blocks_of(model, "body.blocks", "net")
-    model.body.scale.requires_grad_(False)
-    cut(blocks_of(model, "body.blocks", "net"), [2, 3], [0])
-    assert "body.scale" in dict(model.named_parameters())

@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Collection, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
+from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
 from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.observers import DependenceWatch
 from lightning_dist.engine.tensors.tree import flatten, map_tensors, tensors_in
@@ -34,6 +35,9 @@ _INSTEAD = (
     "Let PipelineStrategy trace the model with layers='trace', or put an `nn.Sequential` of layers"
     " that hand on all they need into your module."
 )
+
+
+_List: TypeAlias = nn.ModuleList | nn.Sequential
 
 
 # No `Exception`, so that a model's `except Exception` does not stop it.
@@ -62,6 +66,7 @@ class BlockRoute:
         before: Names of the other modules with parameters that run before the blocks.
         after: Names of the modules with parameters that run after the blocks.
         run: Calls a block of this stage with its arguments.
+        direct: Parameters that the modules around the blocks hold themselves.
     """
 
     def __init__(
@@ -71,13 +76,15 @@ class BlockRoute:
         before: Collection[str],
         after: Collection[str],
         run: Callable[..., Any],
+        direct: Sequence[PlacedParameters] = (),
     ) -> None:
         self._model = model
         self._path = path
         self._before = before
         self._after = after
         self._run_block = run
-        self._blocks = cast(nn.ModuleList, model.get_submodule(path))
+        self._direct = direct
+        self._blocks = cast(_List, model.get_submodule(path))
         self._forward: Callable[..., Any] = model.forward
         self._course: _Course | None = None
         self._checked: set[tuple[range, bool]] = set()  # by training mode
@@ -87,7 +94,7 @@ class BlockRoute:
     def attach(self) -> None:
         """Replaces the list of blocks of the cut model, and the forwards of remote modules."""
         self._forward = self._model.forward
-        set_attribute(self._model, self._path, _GuardedBlocks(self._blocks, self._call))
+        set_attribute(self._model, self._path, _guarded(self._blocks, self._call))
         for name, module in self._remote_modules():
             stand_in = partial(self._stand_in, name, module, module.imitation())
             module.forward = stand_in  # type: ignore[method-assign]
@@ -122,12 +129,18 @@ class BlockRoute:
         """
         key = (span, self._model.training)
         watch = None
-        if span.start > 0 and key not in self._checked:
+        remote = [placed for placed in self._direct if self._is_remote(placed, span)]
+        unknown = [placed.unknown() for placed in remote]
+        if (span.start > 0 or any(unknown)) and key not in self._checked:
             self._checked.add(key)
             watch = DependenceWatch(self._refuse_read)
+            watch.mark(unknown)
         self._course = course = _Course(span, received, watch)
         try:
-            with watch or nullcontext():
+            with ExitStack() as stack:
+                for placed, values in zip(remote, unknown, strict=True):
+                    stack.enter_context(placed.in_place(values))
+                stack.enter_context(watch or nullcontext())
                 result = self._forward(*arguments, **keywords)
         except _BlocksLeft:
             return course.output
@@ -142,6 +155,10 @@ class BlockRoute:
                 " stages."
             )
         return result
+
+    def _is_remote(self, placed: PlacedParameters, span: range) -> bool:
+        """Returns whether parameters are another stage's, on whatever rank that is."""
+        return span.start > 0 if placed.is_first else span.stop < len(self._blocks)
 
     def _call(self, index: int, block: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         course = self._course
@@ -232,24 +249,45 @@ class BlockRoute:
         )
 
     def _remote_values(self) -> str:
-        parts = f"one of {sorted(self._before)}, which live on the first stage, or on "
-        return f"{parts if self._before else ''}a block of another stage"
+        first, last = {*self._before}, set[str]()
+        for placed in self._direct:
+            (first if placed.is_first else last).update(placed.names)
+        sides = ((first, "first"), (last, "last"))
+        parts = [
+            f"one of {sorted(names)}, which live on the {side} stage, or on "
+            for names, side in sides
+            if names
+        ]
+        return f"{''.join(parts)}a block of another stage"
 
 
-class _GuardedBlocks(nn.ModuleList):
-    """The list of blocks, which yields wrapped blocks to a loop over it."""
+class _GuardedBlocks(nn.Module):
+    """A list or sequence of blocks, which yields wrapped blocks to a loop over it."""
 
-    def __init__(self, blocks: nn.ModuleList, gate: Callable[..., Any]) -> None:
-        super().__init__()
-        self._modules = blocks._modules
-        self._gate = gate
+    _gate: Callable[..., Any]
 
     def __iter__(self) -> Iterator[Any]:
         for index, block in enumerate(self._modules.values()):
+            assert block is not None
             yield _GuardedBlock(block, partial(self._gate, index, block))
 
     def __getitem__(self, index: Any) -> Any:
         return list(self)[index]
+
+
+class _GuardedList(_GuardedBlocks, nn.ModuleList):
+    """Such a list."""
+
+
+class _GuardedSequence(_GuardedBlocks, nn.Sequential):
+    """Such a sequence, whose forward is a loop over it."""
+
+
+def _guarded(blocks: _List, gate: Callable[..., Any]) -> nn.Module:
+    """Returns blocks whose calls are intercepted; hooks of a sequence stay."""
+    guarded = _GuardedSequence() if isinstance(blocks, nn.Sequential) else _GuardedList()
+    vars(guarded).update(vars(blocks), _gate=gate)
+    return guarded
 
 
 class _GuardedBlock:

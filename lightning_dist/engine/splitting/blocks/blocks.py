@@ -1,9 +1,10 @@
-"""The blocks of a model that is no sequence: embeddings, a list of like blocks, norm and head.
+"""The blocks of a model that is more than a sequence: embeddings, like blocks, norm and head.
 
-The model's own forward stays in place, and runs on each stage (:mod:`.splitting.block_forward`).
+The model's own forward stays in place, and runs on each stage (:mod:`.blocks.block_forward`).
 Each stage computes masks and position ids from the batch, which all stages read, so only a block's
 output is sent. A layer is a block; the first layer includes the modules that run before the blocks,
-the last those that run after them. Modules without parameters are on all stages.
+the last those that run after them. So do parameters that the modules around the blocks hold
+themselves, such as a class token. Modules without parameters are on all stages.
 
 A stage of a Hugging Face model has outputs of its own layers only, so a request for those of all
 layers raises an error. The cache, which such models keep by default, is turned off.
@@ -21,8 +22,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_dist.engine.splitting.block_forward import BlockRoute
+from lightning_dist.engine.splitting.blocks.block_forward import BlockRoute
 from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
 from lightning_dist.engine.tensors.compiler import refuse_wrapper
 from lightning_dist.engine.tensors.module_tree import dotted
 
@@ -65,10 +67,15 @@ def without_cache(model: nn.Module, keywords: Mapping[str, Any]) -> dict[str, An
 
 
 class Blocks(Layers):
-    """The blocks in one ``nn.ModuleList`` of a model; arguments as for :class:`.BlockRoute`."""
+    """The blocks in one list or sequence of a model; arguments as for :class:`.BlockRoute`."""
 
     def __init__(
-        self, module: nn.Module, path: str, before: Sequence[str], after: Sequence[str]
+        self,
+        module: nn.Module,
+        path: str,
+        before: Sequence[str],
+        after: Sequence[str],
+        direct: tuple[PlacedParameters, ...] = (),
     ) -> None:
         refuse_wrapper(module)
         blocks = [f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]
@@ -82,10 +89,21 @@ class Blocks(Layers):
         )
         self.origin = f"the blocks of {path}"
         self._path = path
+        self._direct = direct
         self._checks: list[RemovableHandle] = []
         self._route = BlockRoute(
-            module, path=path, before=before, after=after, run=self.compiler.resume
+            module,
+            path=path,
+            before=before,
+            after=after,
+            run=self.compiler.resume,
+            direct=direct,
         )
+
+    @property
+    @override
+    def placed(self) -> tuple[PlacedParameters, ...]:
+        return (*super().placed, *self._direct)
 
     @override
     def stage(self, first: int, end: int) -> nn.Module:

@@ -1,19 +1,19 @@
 """Checks by a forward's source that it runs the blocks of a list one after the other.
 
 A chain is one ``for`` over the list whose body calls a block with the output of the block before,
-and uses that output for nothing else. Branches, experts and towers are lists too, but no chains.
-Nor may a value pass around the blocks, as a skip connection does: a stage sends only the output of
-a block. Code that is not clearly a chain counts as none.
+and uses that output for nothing else; or one call of an ``nn.Sequential``. Branches, experts and
+towers are lists too, but no chains. Nor may a value pass around the blocks, as a skip connection
+does: a stage sends only the output of a block. Code that is not clearly a chain counts as none.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from lightning_dist.engine.tensors.forward_ast import own_name, syntax_of
+from lightning_dist.engine.tensors.forward_ast import own_name, syntax_of, used_by_forward
 
 
 def loops_over(model: nn.Module, list_path: str) -> bool:
@@ -27,10 +27,38 @@ def loops_over(model: nn.Module, list_path: str) -> bool:
         return False
     body = getattr(code.body[0], "body", [])
     loops = [s for s in body if isinstance(s, ast.For) and _list_of(s.iter) == wanted]
+    calls = [(s, call) for s in body for call in _calls_in(s, wanted)]
     stores = (isinstance(node, ast.Attribute | ast.Subscript) for node in _stores(code))
-    if not loops or any(stores) or own in _stored([code]):
+    if any(stores) or own in _stored([code]):
         return False
-    return _is_chain(model, own, body, loops[0])
+    if loops:
+        return _is_chain(model, own, body, loops[0])
+    return bool(calls) and _hands_on(own, body, *calls[0])
+
+
+def is_ahead(model: nn.Module, attribute: str, part: str) -> bool:
+    """Returns whether a forward passes what it computes with an attribute to one of its parts.
+
+    Where that is not seen, as in methods of its own, the order of their first uses decides.
+    """
+    kind: type = type(model)
+    order = used_by_forward(kind) or ()
+    if attribute in order and part in order and order.index(part) < order.index(attribute):
+        return False
+    code = syntax_of(type(model).forward) or ast.Module([], [])
+    own, made = own_name(code), set[str]()
+    names = {node.attr for node in ast.walk(code) if isinstance(node, ast.Attribute)}
+    users = (n for n in names if attribute in (n, *(used_by_forward(kind, n) or ())))
+    uses = [f"{own}.{name}" for name in users]
+    for statement in getattr(code.body[0], "body", []) if code.body else ():
+        if _mentions(statement, [f"{own}.{part}"]):
+            calls = _calls_in(statement, f"{own}.{part}")
+            arguments = [argument for call in calls for argument in call.args]
+            given: list[ast.AST] = [*arguments] or [statement]
+            return any(_mentions(each, uses) for each in given) or bool(_loaded(given) & made)
+        if _mentions(statement, uses) or _loaded([statement]) & made:
+            made |= _stored([statement])
+    return True
 
 
 def _is_chain(model: nn.Module, own: str, body: list[ast.stmt], loop: ast.For) -> bool:
@@ -50,6 +78,16 @@ def _is_chain(model: nn.Module, own: str, body: list[ast.stmt], loop: ast.For) -
     if _loaded(loop.body) & made or not _leaves_alone(model, own, loop, steps, names):
         return False
     return not _loaded(body[index + 1 :]) & (made | _stored([loop]) - carried)
+
+
+def _hands_on(own: str, body: list[ast.stmt], statement: ast.stmt, call: ast.Call) -> bool:
+    """Returns whether nothing but its own result passes by the call of a sequence."""
+    made = _made(body[: body.index(statement)], own)
+    of_call = {id(node) for node in ast.walk(call)}
+    beside = (n for n in ast.walk(statement) if id(n) not in of_call and isinstance(n, ast.Name))
+    behind = _loaded(body[body.index(statement) + 1 :])
+    names = {name.id for name in beside if isinstance(name.ctx, ast.Load)}
+    return not (names | behind - _stored([statement])) & made
 
 
 def _made(statements: list[ast.stmt], own: str) -> set[str]:
@@ -100,6 +138,18 @@ def _is_call_of(value: ast.expr, block: str) -> bool:
     if not isinstance(call, ast.Call):
         return False
     return any(isinstance(n, ast.Name) and n.id == block for n in (call.func, *call.args[:1]))
+
+
+def _calls_in(statement: ast.stmt, wanted: str) -> list[ast.Call]:
+    """Lists the calls of a part, or of an item of it, in a simple statement."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return):
+        return []
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func) == wanted]
+
+
+def _mentions(node: ast.AST, wanted: Sequence[str]) -> bool:
+    return any(_is_attribute(part, path) for part in ast.walk(node) for path in wanted)
 
 
 def _is_attribute(node: ast.AST, path: str) -> bool:

@@ -2,8 +2,8 @@
 
 A Hugging Face model has a pipeline plan, ``model.pp_plan``: the names of each part's inputs and
 outputs. Without a plan, the blocks are those that the model repeats, and the forward's source shows
-which modules run before them. The same goes for the ``nn.ModuleList`` of any other model that
-``layers=`` names.
+which modules run before them. The same goes for any other model with an ``nn.ModuleList``, or with
+an ``nn.Sequential`` that its forward calls.
 
 Transformers need not be installed: its models are recognised by their attributes.
 """
@@ -14,18 +14,23 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_dist.engine.splitting.blocks import Blocks
+from lightning_dist.engine.splitting.blocks.block_loop import is_ahead
+from lightning_dist.engine.splitting.blocks.blocks import Blocks
 from lightning_dist.engine.splitting.find_loss_parameters import (
     IsBehind,
     holds_layers,
     trainable_outside,
 )
+from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
 from lightning_dist.engine.tensors.forward_ast import runs_before
 from lightning_dist.engine.tensors.module_tree import dotted, outermost
 from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
 
 Plan = Mapping[str, tuple[list[str], list[str]]]
 """Names of the inputs and outputs of each part of a model."""
+
+_FIRST_ARE_KEPT_AS = "_lightning_dist_first_parameters"
+_LAST_ARE_KEPT_AS = "_lightning_dist_last_parameters"
 
 
 class LayersNotFoundError(ValueError):
@@ -98,15 +103,23 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
     """Returns a model's blocks, and its other parts sorted by whether they run before the blocks.
 
     Raises:
-        ValueError: A trainable parameter is in no part.
+        ValueError: A trainable parameter that is in no part is also in one.
     """
     sides = _sides(_plan_of(model), list_path)
+    ahead = PlacedParameters.kept_in(model, _FIRST_ARE_KEPT_AS, is_first=True)
+    behind = PlacedParameters.kept_in(model, _LAST_ARE_KEPT_AS, is_first=False)
+    ahead.prefix = behind.prefix = f"{path}." if path else ""
     before: list[str] = []
     after: list[str] = []
     holder_name = ""
     for step in list_path.split("."):
         holder = model.get_submodule(holder_name)
-        _refuse_own_parameters(holder, holder_name, path)
+        for own, parameter in holder.named_parameters(recurse=False):
+            name = dotted(holder_name, own)
+            if parameter.requires_grad and name not in ahead and name not in behind:
+                _refuse_shared(model, name, path)
+                side = ahead if is_ahead(holder, own, step) else behind
+                side.add({name: parameter})
         for child, part in holder.named_children():
             if child == step or not any(True for _ in part.parameters()):
                 continue
@@ -114,7 +127,7 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
             is_before = sides.get(name, runs_before(holder, child, step))
             (before if is_before else after).append(name)
         holder_name = dotted(holder_name, step)
-    return Blocks(model, path=list_path, before=before, after=after)
+    return Blocks(model, list_path, before, after, direct=(ahead, behind))
 
 
 def _sides(plan: Plan, list_path: str) -> dict[str, bool]:
@@ -128,6 +141,13 @@ def _sides(plan: Plan, list_path: str) -> dict[str, bool]:
 def _plan_of(model: nn.Module) -> Plan:
     plan = getattr(model, "pp_plan", None)
     return plan if isinstance(plan, Mapping) else {}
+
+
+def is_sequence_of_blocks(module: nn.Module) -> bool:
+    """Returns whether a module is a plain ``nn.Sequential`` of at least two like modules."""
+    kinds = [type(child) for child in module.children()]
+    is_plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return is_plain and len(kinds) > 1 and len({*kinds}) == 1
 
 
 def is_module_list(module: nn.Module, path: str) -> bool:
@@ -151,13 +171,13 @@ def trainable_ids(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
 
 
-def _refuse_own_parameters(holder: nn.Module, name: str, path: str) -> None:
-    for own, parameter in holder.named_parameters(recurse=False):
-        if not parameter.requires_grad:
-            continue
-        full_name = dotted(path, name, own)
+def _refuse_shared(model: nn.Module, name: str, path: str) -> None:
+    parameter = model.get_parameter(name)
+    named = model.named_parameters(remove_duplicate=False)
+    others = [other for other, p in named if p is parameter and other != name]
+    if others:
         raise ValueError(
-            f"Move {full_name!r} into a submodule that runs before or behind the blocks, or freeze"
-            f" it with `requires_grad_(False)`: it is of a {type(holder).__name__} that runs on all"
-            " stages, for it holds the blocks, so it would belong to no stage."
+            f"Move {dotted(path, name)!r} into a submodule that runs before or behind the blocks,"
+            f" as an `nn.Embedding`: it is {dotted(path, others[0])!r}, too, so two stages may need"
+            " it, and a module that holds the blocks runs on all of them."
         )

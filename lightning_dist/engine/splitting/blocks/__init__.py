@@ -1,0 +1,1 @@
+"""Layers that are the blocks of a model, run by its own forward."""

@@ -1,0 +1,118 @@
+"""Parameters that belong to one stage, though no module of its layers holds them.
+
+A class token is an attribute of the module that holds the blocks, which is in place on all ranks.
+The stage of the first layer or of the last one has such a parameter: in its versions of weights,
+its gradients and its updates. On other ranks the modules stay in place without it, and NaNs of its
+shape are there while a forward runs.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.engine.splitting.removed_tensors import RemovedTensors
+from lightning_dist.engine.tensors.module_tree import place_of
+from lightning_dist.engine.tensors.patch import replaced
+from lightning_dist.engine.tensors.skeleton import without_values
+
+_MOST_NANS = 2**20
+
+
+class PlacedParameters:
+    """Parameters in a module that one stage has; none at first.
+
+    Args:
+        module: The module.
+        kept_as: An attribute of the module, in which they are from a cut to later runs.
+        is_first: Whether the stage is that of the first layer, or that of the last one.
+
+    Attributes:
+        prefix: What their names begin with in the user's module.
+    """
+
+    def __init__(self, module: nn.Module, kept_as: str, *, is_first: bool) -> None:
+        self.module = module
+        self.is_first = is_first
+        self.prefix = ""
+        self._kept_as = kept_as
+        self._removed = RemovedTensors(module)
+        self._shapes: dict[str, Tensor] = {}
+        self._device = torch.device("cpu")
+
+    @classmethod
+    def kept_in(cls, module: nn.Module, kept_as: str, *, is_first: bool) -> PlacedParameters:
+        """Returns those of a module that an earlier run has cut, or none."""
+        known = vars(module).get(kept_as)
+        return known if isinstance(known, cls) else cls(module, kept_as, is_first=is_first)
+
+    def __contains__(self, name: str) -> bool:
+        """Returns whether a name in the module is one of theirs."""
+        return name in self._shapes
+
+    @property
+    def names(self) -> set[str]:
+        """Their names in the user's module, all of a tied one."""
+        return {self.prefix + name for name in self._shapes}
+
+    @property
+    def foreign_names(self) -> set[str]:
+        """The names of those that another rank has."""
+        return {self.prefix + name for name in self._removed.names}
+
+    @property
+    def num_elements(self) -> int:
+        """The sum of their sizes."""
+        return sum(shape.numel() for shape in {id(s): s for s in self._shapes.values()}.values())
+
+    def add(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Adds parameters that all ranks have so far; a tied one by all of its names."""
+        by_identity: dict[int, Tensor] = {}
+        for name, parameter in parameters.items():
+            shape = by_identity.setdefault(id(parameter), without_values(parameter))
+            self._shapes.setdefault(name, shape)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Returns those that this rank has, by their first names."""
+        own = self._shapes.keys() - self._removed.names
+        named = self.module.named_parameters()
+        return {self.prefix + name: parameter for name, parameter in named if name in own}
+
+    def put_into(self, stage: nn.Module) -> None:
+        """Puts them into the module that runs the stage's layers, under names of their own."""
+        for name, parameter in self.parameters().items():
+            stage.register_parameter(f"beside/{name.replace('.', '/')}", parameter)
+
+    def settle(self, *, is_here: bool) -> None:
+        """Removes them from the module on a rank without their stage."""
+        if self._shapes:
+            vars(self.module)[self._kept_as] = self
+        self._removed.take(set() if is_here else self._shapes.keys() - self._removed.names)
+
+    def as_empty(self, device: torch.device | None) -> AbstractContextManager[None]:
+        """Returns a context manager with all of them in place, if without values."""
+        return self._removed.as_empty(device)
+
+    def attach(self, device: torch.device) -> None:
+        """Prepares for forwards on a device."""
+        self._device = device
+
+    def unknown(self) -> dict[str, Tensor]:
+        """Returns NaNs for :meth:`in_place`; a tied parameter's are the same."""
+        made = {id(shape): _nans(shape, self._device) for shape in self._shapes.values()}
+        return {name: made[id(shape)] for name, shape in self._shapes.items()}
+
+    def in_place(self, values: dict[str, Tensor]) -> AbstractContextManager[None]:
+        """Returns a context manager with other tensors in place, by names in the module."""
+        places = [(*place_of(self.module, name), value) for name, value in values.items()]
+        return replaced(places)
+
+
+def _nans(shape: Tensor, device: torch.device) -> Tensor:
+    """Returns NaNs that a forward may write into, anew for each one, unless they are many."""
+    if shape.numel() > _MOST_NANS:
+        return torch.full((), math.nan, dtype=shape.dtype, device=device).expand(shape.shape)
+    return torch.full(shape.shape, math.nan, dtype=shape.dtype, device=device)
