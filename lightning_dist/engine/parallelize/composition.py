@@ -27,7 +27,7 @@ from lightning_dist.engine.data_parallel.ddp_options import StepModule
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.sharding.fully_shard import ShardingOptions
+from lightning_dist.engine.sharding.fully_shard import ShardingOptions, return_no_views
 from lightning_dist.engine.sharding.fully_shard import shard as fully_shard
 from lightning_dist.engine.sharding.manual_steps import WithCalled, check_called
 from lightning_dist.engine.sharding.recompute import checkpoint_activations, choose_recomputed
@@ -40,7 +40,7 @@ from lightning_dist.engine.splitting.blocks.find_blocks import (
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import layers_of
 from lightning_dist.engine.splitting.find_layers import refuse_ties
-from lightning_dist.engine.splitting.find_loss_parameters import not_ahead, refuse_cuts
+from lightning_dist.engine.splitting.find_loss_parameters import refuse_cuts
 from lightning_dist.engine.splitting.split import PipelineSplit, find_split
 from lightning_dist.engine.splitting.ties import cut_differently
 from lightning_dist.engine.splitting.tracing.example import CallExample
@@ -181,6 +181,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         if inner is not None:
             roots = (StepModule(module, inner),)
         whole = [] if split is None else split.layers.placed_here()
+        for root in roots if split is not None else ():  # users' steps get what they return
+            return_no_views(root)
         shards = fully_shard(roots, module, new, data_mesh, sharding, inner, whole)
     take_whole_tensors(module)
     replica = None if asked.replicas is None else WrappedReplica(module, asked.replicas)
@@ -214,7 +216,7 @@ def _find_split(
             not_found = error
     if asked.example is None:
         with suppress(LayersNotFoundError):  # there is no trace to prefer
-            return find_split(module, config, size, rank, not_ahead)
+            return find_split(module, config, size, rank, by_forwards=True)
         if isinstance(not_found, SeveralListsError):
             raise ValueError(str(not_found))
         raise ValueError(
@@ -233,7 +235,7 @@ def _find_split(
     except ValueError as error:
         if not_found is not None and not is_traced(module):
             with suppress(LayersNotFoundError):  # its head may be what cannot be traced
-                return find_split(module, config, size, rank, not_ahead)
+                return find_split(module, config, size, rank, by_forwards=True)
         if isinstance(not_found, SeveralListsError):  # a name of a list is the simplest way
             raise ValueError(f"{not_found} Tracing it failed, too: {error}") from None
         if not_found is None or is_traced(module):

@@ -31,7 +31,7 @@ from lightning_dist.engine.stashing.versions import SwappedWeights, WeightPolicy
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import seed_all, seeded
 from lightning_dist.engine.tensors.samples import warn_of_time_first
-from lightning_dist.engine.tensors.tree import map_tensors, tensors_in
+from lightning_dist.engine.tensors.tree import alias_of, map_tensors, tensors_in
 
 Step = Callable[[Microbatch], Any]
 """The user's step on one micro-batch; returns the loss or the outputs on the last stage."""
@@ -375,15 +375,4 @@ def _behind_leaf(tensor: Tensor) -> Tensor:
     # `nn.ReLU(inplace=True)`, say, gets the previous layer's output, which is no leaf.
     if not tensor.requires_grad or not tensor.is_leaf:
         return tensor
-    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
-    return alias
-
-
-class _Alias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.data  # not a view in autograd's books
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    return alias_of(tensor)

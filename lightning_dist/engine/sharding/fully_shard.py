@@ -35,6 +35,7 @@ from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.tensors.dtensor import is_dtensor, shard_like, stacked_dim
 from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.patch import replacement
+from lightning_dist.engine.tensors.tree import alias_of, map_tensors
 
 
 def forget_step(root: nn.Module) -> None:
@@ -230,6 +231,15 @@ def shard(
     for name, parameter in module.named_parameters():  # FSDP2 has replaced them
         vars(parameter).update(attributes.get(name, {}))
     return tuple(root for root in roots if isinstance(root, FSDPModule))
+
+
+def return_no_views(root: nn.Module) -> None:
+    """Replaces views in what a root will return: by a write into one FSDP2 would lose its hooks."""
+
+    def replace_views(module: nn.Module, given: Any, output: Any) -> Any:
+        return map_tensors(lambda t: alias_of(t) if t.requires_grad else t, output)
+
+    root.register_forward_hook(replace_views)
 
 
 def is_indivisible(parameter: Tensor) -> bool:

@@ -19,7 +19,6 @@ from lightning_dist.engine.splitting.blocks.find_blocks import (
     find_blocks,
     find_model,
     is_in_a_sequence,
-    is_module_list,
     is_sequence_of_blocks,
     parameter_ids,
     trainable_ids,
@@ -36,22 +35,23 @@ from lightning_dist.engine.splitting.find_loss_parameters import (
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.forward_ast import used_by_forward
-from lightning_dist.engine.tensors.module_tree import count_parameters, outermost
+from lightning_dist.engine.tensors.module_tree import count_parameters, dotted, outermost
 
 
-def find_layers(
-    module: nn.Module, layers: str, is_behind: IsBehind = not_in_a_forward
-) -> tuple[str, Layers]:
+def find_layers(module: nn.Module, layers: str, *, by_forwards: bool = False) -> tuple[str, Layers]:
     """Returns the layers of the user's module.
 
     ``"auto"`` takes the blocks of a Hugging Face model, or the children of one ``nn.Sequential``,
     or the blocks that a forward runs one after the other. The module with these layers must hold
     most of the trainable parameters; the others are the last stage's.
 
+    It may be the user's module itself, if its forward runs the blocks.
+
     Args:
         module: The user's module, cut or not.
         layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` or an ``nn.ModuleList``.
-        is_behind: Whether steps use a parameter behind the pipelined module, for ``"auto"``.
+        by_forwards: Whether ``"auto"`` takes what the order in forwards tells. A trace is surer:
+            a step need not call the forward of its own module.
 
     Returns:
         The path of the pipelined module, and its layers.
@@ -62,7 +62,7 @@ def find_layers(
     """
     if layers == "auto":
         try:
-            path, found = _find_layers(module, is_behind)
+            path, found = _find_layers(module, by_forwards=by_forwards)
         except LayersNotFoundError:
             raise
         except ValueError as error:
@@ -75,70 +75,87 @@ def find_layers(
 
 def _named_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
     with whole(module):
-        if is_module_list(module, layers) or _is_amid_a_forward(module, layers):
-            return _blocks_in_list(module, layers)
+        part = dict(module.named_modules()).get(layers)
+        if isinstance(part, nn.ModuleList | nn.Sequential):
+            path = _holder_of(module, layers, part)
+            if path != layers:
+                return _blocks_in(module, path, layers)
     return _sequence_in(*_get(module, layers))
 
 
-def _is_amid_a_forward(module: nn.Module, layers: str) -> bool:
-    """Returns whether a forward trains parameters ahead of a sequence that it calls."""
-    sequence = dict(module.named_modules()).get(layers)
+def _holder_of(module: nn.Module, layers: str, part: nn.ModuleList | nn.Sequential) -> str:
+    """Returns the path of the pipelined module by that of its layers.
+
+    It is the sequence itself, the model that holds it or a list, or the user's module: the first
+    ahead of which the forwards around it use no trainable parameters.
+    """
     holder, _, inner = layers.partition(".")
-    if not inner or not isinstance(sequence, nn.Sequential):
-        return False
-    part = module.get_submodule(holder)
-    for step in inner.split("."):
-        kind: type = type(part)
-        if step not in (used_by_forward(kind) or ()):
-            return False
-        part = part.get_submodule(step)
-    names = trainable_outside(module, layers)
-    inside = [name for name in names if name.startswith(f"{holder}.")]
-    return not all(not_ahead(module, layers, name) for name in inside)
-
-
-def _find_layers(module: nn.Module, is_behind: IsBehind) -> tuple[str, Layers]:
-    with whole(module):
-        path = find_model(module, is_behind)
-        if path is not None:
-            return path, find_blocks(module.get_submodule(path), path)
-        is_in_one = is_in_a_sequence(module, is_behind)
-        list_path = None if is_in_one else _find_block_list(module, is_behind)
-        if list_path is not None:
-            return _blocks_in_list(module, list_path)
-        path, sequence = _find_trainable(module, is_behind)
-    return _sequence_in(path, sequence)
-
-
-def _find_block_list(module: nn.Module, is_behind: IsBehind) -> str | None:
-    """Returns the one list of blocks that a model's forward runs one after the other."""
-    lists = outermost(
-        [
-            name
-            for name, part in module.named_modules()
-            if isinstance(part, nn.ModuleList) or is_sequence_of_blocks(part)
-        ]
-    )
-    chains = []
-    for path in lists:
-        holder, _, inner = path.partition(".")
-        has_several = len(list(module.get_submodule(path).children())) > 1
-        if inner and has_several and loops_over(module.get_submodule(holder), inner):
-            chains.append((path, holder))
-    if len(chains) != 1:
-        return None
-    ((path, holder),) = chains
-    return path if holds_layers(module, holder, is_behind) else None
-
-
-def _blocks_in_list(module: nn.Module, layers: str) -> tuple[str, Layers]:
-    path, _, list_path = layers.partition(".")
-    if not list_path:
+    first = [layers] if isinstance(part, nn.Sequential) else []
+    around = [path for path in dict.fromkeys((holder if inner else "", "")) if path != layers]
+    for path in (*first, *(path for path in around if _mentions(module, path, layers))):
+        names = trainable_outside(module, path)
+        if not path or all(not_ahead(module, path, name) for name in names):
+            return path
+    if not first and not inner:
         raise ValueError(
             "Put the model into a module of its own, whose forward runs the blocks:"
             f" layers={layers!r} is an `nn.ModuleList` of the LightningModule itself, which has"
             " steps, but no forward of the model to cut."
         )
+    return layers if first else holder
+
+
+def _mentions(module: nn.Module, path: str, layers: str) -> bool:
+    """Returns whether forwards lead from a module to the layers in it."""
+    part = module.get_submodule(path)
+    for step in layers.removeprefix(f"{path}.").split("."):
+        kind: type = type(part)
+        if step not in (used_by_forward(kind) or ()):
+            return False
+        part = part.get_submodule(step)
+    return True
+
+
+def _find_layers(module: nn.Module, *, by_forwards: bool) -> tuple[str, Layers]:
+    is_behind = not_ahead if by_forwards else not_in_a_forward
+    with whole(module):
+        path = find_model(module, is_behind)
+        if path is not None:
+            return path, find_blocks(module.get_submodule(path), path)
+        is_in_one = is_in_a_sequence(module, is_behind)
+        chain = None if is_in_one else _find_chain(module, is_behind, takes_itself=by_forwards)
+        if chain is not None:
+            return _blocks_in(module, *chain)
+        path, sequence = _find_trainable(module, is_behind)
+    return _sequence_in(path, sequence)
+
+
+def _find_chain(
+    module: nn.Module, is_behind: IsBehind, *, takes_itself: bool
+) -> tuple[str, str] | None:
+    """Returns the path of a model, and of the one list of blocks that its forward runs in order."""
+    lists = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList) or is_sequence_of_blocks(part)
+    ]
+    chains: dict[str, list[str]] = {}
+    for name in outermost(lists):
+        holder, _, inner = name.partition(".")
+        paths = [holder] if inner and loops_over(module.get_submodule(holder), inner) else []
+        paths += [""] if takes_itself and loops_over(module, name) else []
+        if paths and len(list(module.get_submodule(name).children())) > 1:
+            chains[name] = paths
+    sizes = {name: count_parameters(module.get_submodule(name)) for name in chains}
+    large = [name for name, size in sizes.items() if 2 * size >= max(sizes.values())]
+    if len(large) != 1:
+        return None
+    fitting = [path for path in chains[large[0]] if holds_layers(module, path, is_behind)]
+    return (fitting[0], large[0]) if fitting else None
+
+
+def _blocks_in(module: nn.Module, path: str, layers: str) -> tuple[str, Layers]:
+    list_path = layers.removeprefix(f"{path}.")
     return path, blocks_of(module.get_submodule(path), list_path, path)
 
 
@@ -259,18 +276,24 @@ def choose_partition(
     return counts
 
 
-def refuse_places_outside(module: nn.Module, path: str, pipelined: nn.Module) -> None:
+def refuse_places_outside(module: nn.Module, path: str, layers: Layers) -> None:
     """Checks that no parameter of a layer has another name outside of the pipelined module.
 
     Stages without the layer would keep that parameter at its initial value.
     """
-    inside = {id(p): name for name, p in pipelined.named_parameters()}
+    inside = {id(p): name for placed in layers.placed for name, p in placed.parameters().items()}
+    placed_names = set[str]().union(*(placed.names for placed in layers.placed))
+    for part in layers.parts():
+        named = part.module.named_parameters()
+        inside |= {id(p): dotted(path, part.name, name) for name, p in named}
     every = module.named_modules(remove_duplicate=False)
-    prefixes = tuple(f"{name}." for name, found in every if found is pipelined)
+    places = [name for name, found in every if found is layers.module] if path else []
+    prefixes = tuple(f"{name}." for name in places or (part.name for part in layers.parts()))
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in inside and not name.startswith(prefixes):
+        is_there = name in placed_names or name.startswith(prefixes)
+        if id(parameter) in inside and not is_there:
             raise ValueError(
-                f"The parameter '{path}.{inside[id(parameter)]}' is also {name!r}, outside of the"
+                f"The parameter {inside[id(parameter)]!r} is also {name!r}, outside of the"
                 f" pipelined module {path!r}, where stages without its layer could not train it."
                 " Leave that attribute out. To use a parameter twice, give it to two layers of the"
                 " pipelined module; their gradients are summed."

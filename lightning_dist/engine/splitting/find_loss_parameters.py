@@ -76,6 +76,12 @@ def holds_layers(module: nn.Module, path: str, is_behind: IsBehind) -> bool:
 def give_loss_parameters(module: nn.Module, path: str, layers: Layers) -> None:
     """Gives the layers what steps use behind them, on all ranks alike."""
     outside, known = trainable_outside(module, path), LossParameters.of(module)
+    if not path:  # what the forward of the user's own module does not use
+        known_ones = [*known.parameters().values(), *layers.placed_here()]
+        in_parts = (p for part in layers.parts() for p in part.module.parameters())
+        inside = {id(parameter) for parameter in (*known_ones, *in_parts)}
+        named = module.named_parameters(remove_duplicate=False)
+        outside = {name: p for name, p in named if p.requires_grad and id(p) not in inside}
     if outside or known.names:
         known.add(outside)
         layers.of_loss = known

@@ -24,7 +24,6 @@ from lightning_dist.engine.splitting.find_layers import (
     refuse_places_outside,
     refuse_ties,
 )
-from lightning_dist.engine.splitting.find_loss_parameters import IsBehind, not_in_a_forward
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.ties import Tie, find_ties
 
@@ -100,6 +99,8 @@ class PipelineSplit:
     def is_beside(self, name: str) -> bool:
         """Returns whether a module is no part of the pipelined one, and does not hold it."""
         pipelined = self._prefix
+        if any(f"{name}.".startswith(f"{part}.") for part in self.layers.of_loss.modules()):
+            return True
         return not (f"{name}.".startswith(pipelined) or pipelined.startswith(f"{name}."))
 
     @property
@@ -151,7 +152,7 @@ class PipelineSplit:
         stages = stage_of_layers(self.layers_per_stage)
         beside = (placed.foreign_names for placed in self.layers.placed)
         return set[str]().union(*beside) | {
-            f"{self.path}.{part.name}.{key}"
+            f"{self._prefix}{part.name}.{key}"
             for part in self.layers.parts()
             if stages[part.layer_index] not in self.stages
             for key in structure_of(part.module).state_dict()
@@ -172,20 +173,21 @@ def find_split(
     config: PipelineConfig,
     num_ranks: int,
     rank: int,
-    is_behind: IsBehind = not_in_a_forward,
+    *,
+    by_forwards: bool = False,
 ) -> PipelineSplit:
     """Returns a rank's part of a model, which is whole or what an earlier split has left.
 
-    ``is_behind`` is as for :func:`.find_layers`.
+    ``by_forwards`` is as for :func:`.find_layers`.
 
     Raises:
         ValueError: The model cannot be cut as configured.
     """
-    path, layers = find_layers(module, config.layers, is_behind)
+    path, layers = find_layers(module, config.layers, by_forwards=by_forwards)
     rank_of_stage = config.rank_of_stage(num_ranks)
     layers_per_stage = choose_partition(layers, config.partition, len(rank_of_stage))
     if len(layers_per_stage) > 1:
-        refuse_places_outside(module, path, layers.module)
+        refuse_places_outside(module, path, layers)
     ties = find_ties(layers, layers_per_stage)
     if not config.family.update_rule.is_joint:
         refuse_ties(ties, _NO_SUM_IN_TIME.format(config.schedule))

@@ -173,3 +173,19 @@ def _is_plain(tensor: Tensor) -> bool:
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Rebuilds a tree with a function applied to each tensor; other leaves stay."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor with the same memory that autograd does not count as a view."""
+    alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
+    return alias
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

@@ -17,13 +17,19 @@ from lightning_dist.engine.tensors.forward_ast import own_name, syntax_of, used_
 
 
 def loops_over(model: nn.Module, list_path: str) -> bool:
-    """Returns whether a model's forward runs the blocks of a list as a chain, and only so."""
+    """Returns whether a model's forward runs the blocks of a list as a chain, and only so.
+
+    The same goes for one call of a part, or of a part of it that so holds the list.
+    """
     code = syntax_of(type(model).forward)
-    if code is None:
+    own = "" if code is None else own_name(code)
+    if code is None or not own:
         return False
-    own = own_name(code)
+    holder, _, inner = list_path.partition(".")
+    if inner and not _mentions(code, [f"{own}.{list_path}"]):  # `self.encoder(x)` of a list in it
+        return loops_over(model, holder) and loops_over(model.get_submodule(holder), inner)
     wanted = f"{own}.{list_path}"
-    if not own or sum(_is_attribute(node, wanted) for node in ast.walk(code)) != 1:
+    if sum(_is_attribute(node, wanted) for node in ast.walk(code)) != 1:
         return False
     body = getattr(code.body[0], "body", [])
     loops = [s for s in body if isinstance(s, ast.For) and _list_of(s.iter) == wanted]

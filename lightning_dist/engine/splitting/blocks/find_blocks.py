@@ -22,7 +22,7 @@ from lightning_dist.engine.splitting.find_loss_parameters import (
     trainable_outside,
 )
 from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
-from lightning_dist.engine.tensors.forward_ast import runs_before
+from lightning_dist.engine.tensors.forward_ast import runs_before, used_by_forward
 from lightning_dist.engine.tensors.module_tree import dotted, outermost
 from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
 
@@ -114,15 +114,20 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
     holder_name = ""
     for step in list_path.split("."):
         holder = model.get_submodule(holder_name)
+        kind: type = type(holder)
+        used = None if dotted(path, holder_name) else used_by_forward(kind)
         for own, parameter in holder.named_parameters(recurse=False):
             name = dotted(holder_name, own)
-            if parameter.requires_grad and name not in ahead and name not in behind:
+            is_known = name in ahead or name in behind
+            if parameter.requires_grad and not is_known and (used is None or own in used):
                 _refuse_shared(model, name, path)
                 side = ahead if is_ahead(holder, own, step) else behind
                 side.add({name: parameter})
         for child, part in holder.named_children():
             if child == step or not any(True for _ in part.parameters()):
                 continue
+            if used is not None and child not in used:
+                continue  # of the user's own module, whose steps use it
             name = dotted(holder_name, child)
             is_before = sides.get(name, runs_before(holder, child, step))
             (before if is_before else after).append(name)

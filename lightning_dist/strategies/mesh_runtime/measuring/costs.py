@@ -266,7 +266,7 @@ def _find_parts(module: nn.Module) -> tuple[list[Part], bool]:
     """Returns the parts of a module's layers, and whether a pipeline can cut there."""
     try:
         path, layers = find_layers(module, "auto")
-        refuse_places_outside(module, path, layers.module)
+        refuse_places_outside(module, path, layers)
     except ValueError:
         trained = [pair for pair in module.named_children() if list(pair[1].parameters())]
         return [Part(name, child, index) for index, (name, child) in enumerate(trained)], False

@@ -46,19 +46,12 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-class Head(nn.Linear):
-    """Returns no view, about which FSDP2 would warn."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 1.0
-
-
 class Words(L.LightningModule):
     """Says what its loss is a mean over; on one device nobody asks."""
 
     def __init__(self, weighs: bool = True) -> None:
         super().__init__()
-        self.model = nn.Sequential(nn.Embedding(WORDS, 6), Block(), Block(), Head(6, WORDS))
+        self.model = nn.Sequential(nn.Embedding(WORDS, 6), Block(), Block(), nn.Linear(6, WORDS))
         self.weighs = weighs
         self.seen: list[dict[str, float]] = []
 

@@ -32,11 +32,6 @@ from tests.helpers.processes.workers import WorkerPool
 State = dict[str, Tensor]
 
 
-class Flat(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1) * 1.0  # no view, of which FSDP2 would warn
-
-
 class Tail(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +52,7 @@ class Inside(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Sequential(*(ConvLayer() for _ in range(6)), Flat(), Tail())
+        self.model = nn.Sequential(*(ConvLayer() for _ in range(6)), nn.Flatten(), Tail())
 
     def tail(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.model(x)  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from lightning_dist.engine.splitting.find_layers import (
     refuse_places_outside,
     refuse_ties,
 )
+from lightning_dist.engine.splitting.layers import layers_in
 from lightning_dist.engine.splitting.ties import Tie
 
 
@@ -22,10 +23,21 @@ class Holder(nn.Module):
 def test_a_layer_has_no_other_place_outside() -> None:
     holder = Holder()
     holder.same = holder.model  # it is cut with the other
-    refuse_places_outside(holder, "model", holder.model)
+    refuse_places_outside(holder, "model", layers_in(holder.model))
     holder.head = holder.model[1]
     with pytest.raises(ValueError, match=r"'model.1.weight' is also 'head.weight'"):
-        refuse_places_outside(holder, "model", holder.model)
+        refuse_places_outside(holder, "model", layers_in(holder.model))
+
+
+def test_a_layer_of_the_users_module_has_no_other_place_in_it() -> None:
+    chain = Chain()
+    path, layers = find_layers(chain, "auto", by_forwards=True)
+    assert path == ""
+    refuse_places_outside(chain, "", layers)
+    chain.same = chain.blocks[1]
+    _, layers = find_layers(chain, "auto", by_forwards=True)
+    with pytest.raises(ValueError, match=r"'blocks.1.weight' is also 'same.weight'"):
+        refuse_places_outside(chain, "", layers)
 
 
 def test_ties_are_refused_with_the_reason() -> None:

@@ -75,8 +75,13 @@ def test_the_module_must_hold_more_than_half() -> None:
     assert holds_layers(outer, "user", not_in_a_forward)
 
 
+class OfSteps(User):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.net(x))
+
+
 def test_a_named_module_need_not_hold_them() -> None:
-    user = User()
+    user = OfSteps()
     _, layers = find_layers(user, "net")
     assert layers.of_loss.names == trainable_outside(user, "net").keys()
     refuse_cuts(layers, "net", ["net.0.weight"])

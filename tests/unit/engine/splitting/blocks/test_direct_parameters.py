@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from lightning_dist.engine.splitting.blocks.blocks import Blocks
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import cut, layers_of
-from lightning_dist.engine.splitting.find_layers import choose_partition, find_layers
-from lightning_dist.engine.splitting.find_loss_parameters import not_ahead
+from lightning_dist.engine.splitting.find_layers import (
+    LayersNotFoundError,
+    choose_partition,
+    find_layers,
+)
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.split import find_split
 from tests.helpers.block_parity import largest_difference
@@ -68,6 +71,9 @@ class User(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -193,6 +199,13 @@ def test_one_of_another_part_is_refused_and_a_frozen_one_is_everywhere() -> None
     assert "token" not in dict(model.named_parameters())
 
 
+def test_one_that_the_users_module_has_too_is_refused() -> None:
+    user = User(Vision())
+    user.alias = user.model.token
+    with pytest.raises(ValueError, match=r"'model.token' is also 'alias', outside of the"):
+        find_split(user, PipelineConfig("1f1b", layers="model.blocks"), 2, 0)
+
+
 class Skip(Called):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
@@ -214,7 +227,61 @@ class Later(Called):
 @pytest.mark.parametrize("model", [Skip, Twice, Later])
 def test_a_sequence_that_is_no_chain_is_not_found(model: type[Vision]) -> None:
     with pytest.raises(ValueError, match="outside of the pipelined module"):
-        find_layers(User(model()), "auto", not_ahead)
+        find_layers(User(model()), "auto", by_forwards=True)
+
+
+class Own(Vision):
+    """A user's module that is the model, with what its steps alone use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.teacher = nn.Linear(2, 2)
+
+
+class Around(nn.Module):
+    """Calls a part with a part that has the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 3)
+        self.outer = User(Called())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.embed(x)).relu()
+
+
+def test_the_model_may_be_the_users_module() -> None:
+    for names in ({}, {"layers": "blocks"}):
+        user = Own()
+        config = PipelineConfig("1f1b", **names)  # type: ignore[arg-type]
+        split = find_split(user, config, 2, 0, by_forwards=True)
+        assert (split.path, len(split.layers)) == ("", 5)
+        beside = {"temperature", "teacher.weight", "teacher.bias"}
+        assert split.layers.of_loss.names == beside
+        assert split.is_beside("teacher")
+        assert not split.is_beside("blocks.0")
+        split.cut()
+        assert split.foreign_names() >= {*beside, "scale", "norm.weight", "blocks.4.linear1.weight"}
+        assert {"token", "places"} < {name for name, _ in user.named_parameters()}
+        again = find_split(user, config, 2, 0, by_forwards=True)
+        assert again.layers.of_loss.names == beside
+        again.cut()
+
+
+def test_without_a_look_at_steps_a_model_in_the_users_module_is_preferred() -> None:
+    with pytest.raises(LayersNotFoundError):
+        find_layers(Own(), "auto")
+    user = User(Own())
+    assert find_layers(user, "auto", by_forwards=True)[0] == "model"
+
+
+def test_the_users_module_may_train_ahead_of_the_model() -> None:
+    user = Around()
+    assert find_layers(user, "auto", by_forwards=True)[0] == ""
+    path, layers = find_layers(user, "outer.model.blocks")
+    assert (path, len(layers)) == ("", 5)
+    assert layers.names[0][:-1] == ("embed", "outer.model.patches")
 
 
 def test_a_named_sequence_whose_holder_only_stores_it_is_cut_alone() -> None:
