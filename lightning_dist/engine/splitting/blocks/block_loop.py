@@ -16,19 +16,25 @@ from torch import nn
 from lightning_dist.engine.tensors.forward_ast import own_name, syntax_of, used_by_forward
 
 
-def loops_over(model: nn.Module, list_path: str) -> bool:
+def loops_over(model: nn.Module, list_path: str, method: str = "forward") -> bool:
     """Returns whether a model's forward runs the blocks of a list as a chain, and only so.
 
-    The same goes for one call of a part, or of a part of it that so holds the list.
+    The same goes for one call of a method, or of a part, that so runs them.
     """
-    code = syntax_of(type(model).forward)
+    kind: type = type(model)
+    code = syntax_of(getattr(kind, method))
     own = "" if code is None else own_name(code)
     if code is None or not own:
         return False
-    holder, _, inner = list_path.partition(".")
-    if inner and not _mentions(code, [f"{own}.{list_path}"]):  # `self.encoder(x)` of a list in it
-        return loops_over(model, holder) and loops_over(model.get_submodule(holder), inner)
     wanted = f"{own}.{list_path}"
+    part, _, inner = list_path.partition(".")
+    if not _mentions(code, [wanted]):
+        if inner and _mentions(code, [f"{own}.{part}"]):
+            return loops_over(model, part, method) and loops_over(model.get_submodule(part), inner)
+        users = _users_of(kind, part, code, own) - {part}
+        return len(users) == 1 and all(
+            loops_over(model, user, method) and loops_over(model, list_path, user) for user in users
+        )
     if sum(_is_attribute(node, wanted) for node in ast.walk(code)) != 1:
         return False
     body = getattr(code.body[0], "body", [])
@@ -42,21 +48,28 @@ def loops_over(model: nn.Module, list_path: str) -> bool:
     return bool(calls) and _hands_on(own, body, *calls[0])
 
 
-def is_ahead(model: nn.Module, attribute: str, part: str) -> bool:
+def is_ahead(model: nn.Module, attribute: str, part: str, method: str = "forward") -> bool:
     """Returns whether a forward passes what it computes with an attribute to one of its parts.
 
-    Where that is not seen, as in methods of its own, the order of their first uses decides.
+    What a method computes with it counts. Where that is not clear, the order of their first uses
+    decides.
     """
     kind: type = type(model)
-    order = used_by_forward(kind) or ()
-    if attribute in order and part in order and order.index(part) < order.index(attribute):
-        return False
-    code = syntax_of(type(model).forward) or ast.Module([], [])
+    order = used_by_forward(kind, method) or ()
+    code = syntax_of(getattr(kind, method))
+    if code is None or part not in order or attribute not in order:
+        return True
     own, made = own_name(code), set[str]()
-    names = {node.attr for node in ast.walk(code) if isinstance(node, ast.Attribute)}
-    users = (n for n in names if attribute in (n, *(used_by_forward(kind, n) or ())))
-    uses = [f"{own}.{name}" for name in users]
-    for statement in getattr(code.body[0], "body", []) if code.body else ():
+    if not _mentions(code, [f"{own}.{part}"]):
+        users = _users_of(kind, part, code, own)
+        inside = [user for user in users if attribute in (used_by_forward(kind, user) or ())]
+        if inside:
+            return is_ahead(model, attribute, part, inside[0])
+        part = next(iter(users), part)
+    elif order.index(part) < order.index(attribute):
+        return False
+    uses = [f"{own}.{name}" for name in _users_of(kind, attribute, code, own)]
+    for statement in getattr(code.body[0], "body", []):
         if _mentions(statement, [f"{own}.{part}"]):
             calls = _calls_in(statement, f"{own}.{part}")
             arguments = [argument for call in calls for argument in call.args]
@@ -64,7 +77,14 @@ def is_ahead(model: nn.Module, attribute: str, part: str) -> bool:
             return any(_mentions(each, uses) for each in given) or bool(_loaded(given) & made)
         if _mentions(statement, uses) or _loaded([statement]) & made:
             made |= _stored([statement])
-    return True
+    return order.index(attribute) < order.index(part)
+
+
+def _users_of(kind: type, attribute: str, code: ast.AST, own: str) -> set[str]:
+    """Returns what code names of an object's own attribute, and of methods that use it."""
+    nodes = (node for node in ast.walk(code) if isinstance(node, ast.Attribute))
+    names = {node.attr for node in nodes if ast.unparse(node.value) == own}
+    return {n for n in names if attribute in (n, *(used_by_forward(kind, n) or ()))}
 
 
 def _is_chain(model: nn.Module, own: str, body: list[ast.stmt], loop: ast.For) -> bool:

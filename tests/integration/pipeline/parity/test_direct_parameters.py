@@ -17,7 +17,6 @@ from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.helpers.networks.models import (
     Classifier,
     make_loader,
@@ -98,8 +97,11 @@ class InLayers(Classifier):
         groups = [{"params": matrices}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=0.01)
 
+    def logits(self, x: Tensor) -> Tensor:
+        return self.model(x)  # type: ignore[no-any-return]
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.model(batch[0]), batch[1])
+        loss = F.cross_entropy(self.logits(batch[0]), batch[1])
         self.log("train_loss", loss, on_epoch=True)
         return loss
 
@@ -143,6 +145,31 @@ class OfSequence(InLayers):
     def __init__(self) -> None:
         super().__init__()
         self.model = Called(self.model)  # type: ignore[arg-type]
+
+
+class Itself(InLayers):
+    """Is the model, whose steps train a temperature, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = Vision(self.model)  # type: ignore[arg-type]
+        del self.model
+        self.patches, self.token, self.places = own.patches, own.token, own.places
+        self.temperature = nn.Parameter(torch.zeros(()))
+        self.blocks, self.norm, self.head, self.gain = own.blocks, own.norm, own.head, own.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.patches(x)], dim=1)
+        x = x + self.places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x[:, 0]) * self.gain)  # type: ignore[no-any-return]
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self(x) * self.temperature.exp()  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.logits(batch[0]), batch[1]))
 
 
 def fit(class_: type[InLayers], devices: int, strategy: Any, **options: Any) -> State:
@@ -213,35 +240,33 @@ def test_equals_layers_that_have_them(workers: WorkerPool, name: str) -> None:
 
 # --- layouts -------------------------------------------------------------------------------------
 
-PLAN = {"model.blocks.*.up": "colwise", "model.blocks.*.down": "rowwise"}
 CUT = PipelineConfig("zb_h1", 2)
 LAYOUTS: dict[str, Callable[[], Any]] = {
-    "stages": lambda: PipelineStrategy(num_microbatches=2),
+    "stages": lambda: PipelineStrategy(num_microbatches=2),  # no trace, for it uses `len`
     "replicas": lambda: PipelineStrategy(num_stages=2, num_microbatches=2),
     "shards": lambda: MeshStrategy(pp=2, dp_shard=2, pipeline=CUT),
     "recomputed": lambda: MeshStrategy(
         pp=2, dp_shard=2, pipeline=CUT, shard=ShardConfig(activation_checkpointing="full")
     ),
-    "tensor parallel": lambda: MeshStrategy(
-        pp=2, tp=2, pipeline=CUT, tensor=TensorConfig(plan=PLAN)
-    ),
+    "tensor parallel": lambda: MeshStrategy(pp=2, tp=2, pipeline=CUT),
 }
 UPDATES: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 
 
 def fit_layout(name: str) -> list[State]:
     size = 2 if name == "stages" else 4
-    return [fit(class_, size, LAYOUTS[name](), **UPDATES) for class_ in (OfList, OfSequence)]
+    kinds = (OfList, OfSequence, Itself)
+    return [fit(class_, size, LAYOUTS[name](), **UPDATES) for class_ in kinds]
 
 
-@pytest.mark.some("shards", "tensor parallel")
+@pytest.mark.some("stages", "shards", "tensor parallel")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_a_single_device(
     workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     ranks = workers.run(2 if name == "stages" else 4, fit_layout, name)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for kind, class_ in enumerate((OfList, OfSequence)):
+    for kind, class_ in enumerate((OfList, OfSequence, Itself)):
         assert_equal(joined([rank[kind] for rank in ranks]), fit(class_, 1, "auto", **UPDATES))
 
 

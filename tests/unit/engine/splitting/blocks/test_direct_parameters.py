@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_dist.engine.splitting.blocks.block_loop import is_ahead
 from lightning_dist.engine.splitting.blocks.blocks import Blocks
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import cut, layers_of
@@ -206,6 +207,33 @@ def test_one_that_the_users_module_has_too_is_refused() -> None:
         find_split(user, PipelineConfig("1f1b", layers="model.blocks"), 2, 0)
 
 
+class Features(Called):
+    """Runs the blocks in a method, as many do."""
+
+    def features(self, x: Tensor) -> Tensor:
+        scale = self.scale.exp()
+        return self.norm(self.blocks(self.embed(x))[:, 0]) * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+class Returned(Features):
+    def features(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        return hidden + self.blocks(hidden)
+
+
+def test_a_method_may_run_the_blocks() -> None:
+    assert is_ahead(Features(), "token", "blocks")
+    assert not is_ahead(Features(), "scale", "blocks")
+    _, layers = find_layers(User(Features()), "model.blocks")
+    ahead, behind = (placed.names for placed in layers.placed[1:])
+    assert (ahead, behind) == ({"model.token", "model.places"}, {"model.scale"})
+    config = PipelineConfig("zbv", 2, "model.blocks")
+    assert largest_difference(Features(), batches(), loss_of, config) < 1e-13
+
+
 class Skip(Called):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
@@ -224,7 +252,7 @@ class Later(Called):
         return self.head(out + hidden)[:, 0]
 
 
-@pytest.mark.parametrize("model", [Skip, Twice, Later])
+@pytest.mark.parametrize("model", [Skip, Twice, Later, Returned])
 def test_a_sequence_that_is_no_chain_is_not_found(model: type[Vision]) -> None:
     with pytest.raises(ValueError, match="outside of the pipelined module"):
         find_layers(User(model()), "auto", by_forwards=True)
