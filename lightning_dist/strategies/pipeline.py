@@ -83,12 +83,12 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             1 for ``"pipedream"`` and 1 per rank for ``"pipedream_2bw"``. A module with BatchNorm
             gets 1, if the schedule can: its statistics are then those of the batch.
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers, or of the
-            ``nn.ModuleList`` of a model's blocks. ``"auto"`` takes the Hugging Face model (by its
-            own pipeline plan), or else the sequence, or else the model that runs one list of blocks
-            in a loop, that holds the trainable parameters. Any other module is traced. ``"trace"``
-            cuts the module that holds them with torch.export, whatever its forward is;
-            ``"trace:path"`` cuts the module of that path. The example of its arguments is
-            ``example_input_array``, or those of the step's call, run so far on the first batch
+            ``nn.ModuleList`` or ``nn.Sequential`` of a model's blocks. ``"auto"`` takes the Hugging
+            Face model (by its own pipeline plan), or else the sequence, or else the model that runs
+            one list of blocks in order, that holds the trainable parameters. Any other module is
+            traced. ``"trace"`` cuts the module that holds them with torch.export, whatever its
+            forward is; ``"trace:path"`` cuts the module of that path. The example of its arguments
+            is ``example_input_array``, or those of the step's call, run so far on the first batch
             ahead of the run. Layers begin where parts of the module reach their parameters.
         partition: ``"parameters"`` balances the number of parameters, ``"uniform"`` the number of
             layers; a list has the layers per stage. ``"profile"`` balances time: the first training

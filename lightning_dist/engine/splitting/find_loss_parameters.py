@@ -33,7 +33,7 @@ def not_ahead(module: nn.Module, path: str, name: str) -> bool:
     if mentioned is None or own[0] not in mentioned:
         return mentioned is not None
     if len(own) == 1:  # what `scale = self.scale.exp()` is used for may come later
-        return not is_ahead(holder, own[0], part)
+        return part not in mentioned or not is_ahead(holder, own[0], part)
     return part in mentioned[: mentioned.index(own[0])]
 
 

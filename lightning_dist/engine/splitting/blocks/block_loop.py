@@ -31,10 +31,10 @@ def loops_over(model: nn.Module, list_path: str, method: str = "forward") -> boo
     if not _mentions(code, [wanted]):
         if inner and _mentions(code, [f"{own}.{part}"]):
             return loops_over(model, part, method) and loops_over(model.get_submodule(part), inner)
-        users = _users_of(kind, part, code, own) - {part}
-        return len(users) == 1 and all(
-            loops_over(model, user, method) and loops_over(model, list_path, user) for user in users
-        )
+        users = _users_of(kind, part, code, own)
+        if len(users) != 1:
+            return False
+        return loops_over(model, users[0], method) and loops_over(model, list_path, users[0])
     if sum(_is_attribute(node, wanted) for node in ast.walk(code)) != 1:
         return False
     body = getattr(code.body[0], "body", [])
@@ -65,7 +65,7 @@ def is_ahead(model: nn.Module, attribute: str, part: str, method: str = "forward
         inside = [user for user in users if attribute in (used_by_forward(kind, user) or ())]
         if inside:
             return is_ahead(model, attribute, part, inside[0])
-        part = next(iter(users), part)
+        part = [*users, part][0]
     elif order.index(part) < order.index(attribute):
         return False
     uses = [f"{own}.{name}" for name in _users_of(kind, attribute, code, own)]
@@ -80,11 +80,11 @@ def is_ahead(model: nn.Module, attribute: str, part: str, method: str = "forward
     return order.index(attribute) < order.index(part)
 
 
-def _users_of(kind: type, attribute: str, code: ast.AST, own: str) -> set[str]:
+def _users_of(kind: type, attribute: str, code: ast.AST, own: str) -> list[str]:
     """Returns what code names of an object's own attribute, and of methods that use it."""
     nodes = (node for node in ast.walk(code) if isinstance(node, ast.Attribute))
-    names = {node.attr for node in nodes if ast.unparse(node.value) == own}
-    return {n for n in names if attribute in (n, *(used_by_forward(kind, n) or ()))}
+    names = dict.fromkeys(node.attr for node in nodes if ast.unparse(node.value) == own)
+    return [n for n in names if attribute in (n, *(used_by_forward(kind, n) or ()))]
 
 
 def _is_chain(model: nn.Module, own: str, body: list[ast.stmt], loop: ast.For) -> bool:

@@ -29,8 +29,7 @@ from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
 Plan = Mapping[str, tuple[list[str], list[str]]]
 """Names of the inputs and outputs of each part of a model."""
 
-_FIRST_ARE_KEPT_AS = "_lightning_dist_first_parameters"
-_LAST_ARE_KEPT_AS = "_lightning_dist_last_parameters"
+_KEPT_AS = ("_lightning_dist_first_parameters", "_lightning_dist_last_parameters")
 
 
 class LayersNotFoundError(ValueError):
@@ -106,8 +105,8 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
         ValueError: A trainable parameter that is in no part is also in one.
     """
     sides = _sides(_plan_of(model), list_path)
-    ahead = PlacedParameters.kept_in(model, _FIRST_ARE_KEPT_AS, is_first=True)
-    behind = PlacedParameters.kept_in(model, _LAST_ARE_KEPT_AS, is_first=False)
+    ahead = PlacedParameters.kept_in(model, _KEPT_AS[0], is_first=True)
+    behind = PlacedParameters.kept_in(model, _KEPT_AS[1], is_first=False)
     ahead.prefix = behind.prefix = f"{path}." if path else ""
     before: list[str] = []
     after: list[str] = []
@@ -133,6 +132,12 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
             (before if is_before else after).append(name)
         holder_name = dotted(holder_name, step)
     return Blocks(model, list_path, before, after, direct=(ahead, behind))
+
+
+def direct_parameters_in(module: nn.Module) -> list[PlacedParameters]:
+    """Lists the parameters of modules with blocks that an earlier run has given to stages."""
+    kept = (vars(part).get(name) for part in module.modules() for name in _KEPT_AS)
+    return [placed for placed in kept if isinstance(placed, PlacedParameters)]
 
 
 def _sides(plan: Plan, list_path: str) -> dict[str, bool]:

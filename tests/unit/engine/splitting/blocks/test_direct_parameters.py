@@ -200,6 +200,16 @@ def test_one_of_another_part_is_refused_and_a_frozen_one_is_everywhere() -> None
     assert "token" not in dict(model.named_parameters())
 
 
+def test_all_ranks_find_the_same_in_a_later_run() -> None:
+    for stage in (0, 1):
+        user = User(Called())
+        user.model.patches.requires_grad_(False)
+        user.model.places.requires_grad_(False)
+        config = PipelineConfig("1f1b", layers="model.blocks")
+        find_split(user, config, 2, stage).cut()
+        assert find_split(user, config, 2, stage).path == "model"
+
+
 def test_one_that_the_users_module_has_too_is_refused() -> None:
     user = User(Vision())
     user.alias = user.model.token
