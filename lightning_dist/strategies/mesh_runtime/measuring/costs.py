@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -31,6 +31,7 @@ from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.profiling.meters.step_counter import FlopCounter
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.timeline import SpanKind
+from lightning_dist.engine.splitting.blocks.find_blocks import LayersNotFoundError
 from lightning_dist.engine.splitting.config import find_batch_statistics
 from lightning_dist.engine.splitting.find_layers import find_layers, refuse_places_outside
 from lightning_dist.engine.splitting.layers import Layers, Part
@@ -265,7 +266,7 @@ def memory_of(device: torch.device, num_sharers: int) -> float:
 def _find_parts(module: nn.Module) -> tuple[list[Part], bool]:
     """Returns the parts of a module's layers, and whether a pipeline can cut there."""
     try:
-        path, layers = find_layers(module, "auto")
+        path, layers = _find_layers(module)
         refuse_places_outside(module, path, layers)
     except ValueError:
         trained = [pair for pair in module.named_children() if list(pair[1].parameters())]
@@ -274,6 +275,13 @@ def _find_parts(module: nn.Module) -> tuple[list[Part], bool]:
     beside = [Part(name, part, last) for name, part in layers.of_loss.modules().items()]
     ahead, behind = _direct_parts(layers, is_first=True), _direct_parts(layers, is_first=False)
     return [*ahead, *layers.parts(), *behind, *beside], True
+
+
+def _find_layers(module: nn.Module) -> tuple[str, Layers]:
+    """Finds layers as meshes do, which trace no module."""
+    with suppress(LayersNotFoundError):
+        return find_layers(module, "auto")
+    return find_layers(module, "auto", by_forwards=True)
 
 
 def _direct_parts(layers: Layers, *, is_first: bool) -> list[Part]:

@@ -99,6 +99,33 @@ def test_what_a_step_uses_behind_the_layers_counts_for_the_last() -> None:
     assert sizes == [64 * 64 * 4, (64 + 32) * 4]
 
 
+class Positioned(L.LightningModule):
+    """Is a model with blocks, and holds parameters ahead of them and behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.gain = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(32))
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.head = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.gain
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self(batch).mean()  # type: ignore[no-any-return]
+
+
+def test_parameters_beside_blocks_count_for_the_first_layer_and_the_last() -> None:
+    costs = Measurement().costs(Positioned(), torch.ones(2, 64))
+    assert costs.can_cut
+    layers = costs.batches[-1].step.layers
+    assert [layer.parameter_bytes for layer in layers] == [65 * 64 * 4, (96 * 64 + 32) * 4]
+    assert layers[0].boundary_bytes == 2 * 64 * 4
+
+
 @pytest.mark.parametrize(("states", "update"), [(2, 2), (0, 0)])
 def test_moments_of_a_backward_and_an_update(states: int, update: int) -> None:
     matrix = 64 * 64 * 4
