@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 
-from lightning_dist.engine.pipeline.split_backward import nodes_beneath
+from lightning_dist.engine.pipeline.split_backward import node_of, nodes_beneath
 from lightning_dist.engine.tensors.patch import has_gradient_hooks
 
 # Logits of a large vocabulary have more, and need several times their memory to be looked at.
@@ -119,8 +118,13 @@ def _has_rows(output: Tensor, num_samples: int) -> bool:
 
 def _depends_on(output: Tensor, inputs: Sequence[Tensor]) -> bool:
     """Whether an output is made of the samples at all, and not of parameters alone."""
-    beneath = nodes_beneath([output])
-    return any(get_gradient_edge(tensor).node in beneath for tensor in inputs)
+    return _reaches(node_of(output), inputs)
+
+
+def _reaches(node: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether a backward from a node reaches one of some tensors."""
+    beneath = nodes_beneath([node])
+    return any(node_of(tensor) in beneath for tensor in tensors)
 
 
 def _is_twice_differentiable(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
@@ -128,8 +132,8 @@ def _is_twice_differentiable(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
 
     A function in Python may hide a value from its second derivative, or talk to other ranks.
     """
-    ends = {get_gradient_edge(output).node for output in outputs}
-    waiting = [get_gradient_edge(loss).node]
+    ends = {node_of(output) for output in outputs}
+    waiting = [node_of(loss)]
     seen = {*waiting, *ends}
     while waiting:
         node = waiting.pop()
@@ -148,15 +152,17 @@ class Reductions:
         self._num_left = _NUM_COMPARED
         self._now: dict[int, list[list[Tensor]]] = {}
 
-    def note(self, loss: Tensor, num_samples: int) -> None:
+    def note(self, loss: Tensor, num_samples: int, outputs: Sequence[Tensor] = ()) -> None:
         """Notes what a micro-batch's loss, with its autograd graph, is divided by.
 
-        It warns of a sum over samples.
+        It warns of a sum over samples. What does not depend on the layers' outputs, if they are
+        given, is none: a penalty on weights.
         """
         if self._num_left <= 0 or not loss.requires_grad:
             return
         parts = [*_parts_of(loss)]
-        if any(not scaled and _is_sum(node, num_samples) for node, scaled in parts):
+        sums = (node for node, scaled in parts if not scaled and _is_sum(node, num_samples))
+        if any(not outputs or _reaches(node, outputs) for node in sums):
             self._num_left = 0
             self._now.clear()
             _warn_of_sum(num_samples)
@@ -182,7 +188,7 @@ class Reductions:
 
 def _parts_of(loss: Tensor) -> Iterator[tuple[Any, bool]]:
     """Lists the nodes of numbers of which a loss is made, and whether each is divided by others."""
-    waiting: list[tuple[Any, bool]] = [(get_gradient_edge(loss).node, False)]
+    waiting: list[tuple[Any, bool]] = [(node_of(loss), False)]
     seen = {node for node, _ in waiting}
     while waiting:
         node, scaled = waiting.pop()

@@ -175,15 +175,15 @@ class Runtime:
         number, index = place
         stage, microbatch = self._stages[number], work.microbatches[index]
         loss = Loss.of(self._results[place])
+        flight, num_samples = stage.in_flight[index], microbatch.num_samples
         if stage.compares_samples is None:
-            flight, num_samples = stage.in_flight[index], microbatch.num_samples
             stage.compares_samples = compares_samples(
                 loss.value, flight.outputs, flight.inputs, num_samples
             )
             if stage.compares_samples and microbatch.weight < 1.0:
                 warn_of_comparison("`training_step`", num_samples)
         if loss.weight is None and microbatch.weight < 1.0:
-            self._reductions.note(loss.value, microbatch.num_samples)
+            self._reductions.note(loss.value, num_samples, flight.outputs)
         share = microbatch.weight * work.gradient_scale
         weight = share if loss.weight is None else loss.weight
         roots = stage.set_loss(index, loss.value, weight * work.loss_scale)

@@ -40,10 +40,10 @@ class _BackwardGraph:
     """The nodes between outputs and inputs in the autograd graph."""
 
     def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        self._roots = dict.fromkeys(map(_node_of, outputs))
+        self._roots = dict.fromkeys(map(node_of, outputs))
         self.parents = _parents_of_all(self._roots)
         self.chain: dict[Node, None] = {}
-        waiting = deque(map(_node_of, inputs))
+        waiting = deque(map(node_of, inputs))
         while waiting:
             node = waiting.popleft()
             if node not in self.chain:
@@ -54,7 +54,7 @@ class _BackwardGraph:
         """Sorts parameters by where the ways to them begin; unused ones are in no branch."""
         found: dict[Node, _Branch] = {}
         for i, parameter in enumerate(parameters):
-            branch = _Branch([i], self._beginnings(_node_of(parameter)))
+            branch = _Branch([i], self._beginnings(node_of(parameter)))
             met = {id(known): known for node in branch.beginnings if (known := found.get(node))}
             for known in met.values():
                 branch.parameters += known.parameters
@@ -77,14 +77,14 @@ class _BackwardGraph:
         return beginnings
 
 
-def _node_of(tensor: Tensor) -> Node:
+def node_of(tensor: Tensor) -> Node:
     """Returns the node at which a tensor's gradient arrives."""
     return get_gradient_edge(tensor).node
 
 
-def nodes_beneath(outputs: Sequence[Tensor]) -> Collection[Node]:
-    """Returns all nodes that a backward of outputs reaches, their own included."""
-    return _parents_of_all(map(_node_of, outputs)).keys()
+def nodes_beneath(roots: Iterable[Node]) -> Collection[Node]:
+    """Returns all nodes that a backward from some nodes reaches, these included."""
+    return _parents_of_all(roots).keys()
 
 
 def _parents_of_all(roots: Iterable[Node]) -> dict[Node, list[Node]]:
@@ -145,7 +145,7 @@ class SplitBackward:
         kept = {node for branch in self._branches for node in branch.beginnings}
         for output in self._outputs:
             # Other code still holds the output, whose graph is not needed any more.
-            if not graph.parents[_node_of(output)] and _node_of(output) not in kept:
+            if not graph.parents[node_of(output)] and node_of(output) not in kept:
                 _cut_off(output)
         self._outputs, self._gradients = [], []
         return found
@@ -183,7 +183,7 @@ class SplitBackward:
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
         for output, gradient in zip(self._outputs, self._gradients, strict=True):
-            if _node_of(output) in graph.chain:
+            if node_of(output) in graph.chain:
                 outputs.append(output)
                 gradients.append(gradient)
             else:

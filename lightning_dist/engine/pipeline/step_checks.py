@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.pipeline.split_backward import nodes_beneath
+from lightning_dist.engine.pipeline.split_backward import node_of, nodes_beneath
 from lightning_dist.engine.tensors.fingerprints import projection
 from lightning_dist.engine.tensors.patch import Undo
 from lightning_dist.engine.tensors.remote_tensor import RemoteTensor
@@ -53,7 +53,7 @@ def check_no_side_losses(layers: nn.Module, stage_index: int, output: Any) -> No
     ]
     if not held:
         return
-    beneath = nodes_beneath([t for t in tensors_in(output) if t.requires_grad])
+    beneath = nodes_beneath(node_of(t) for t in tensors_in(output) if t.requires_grad)
     for name, tensor in held:
         if tensor.grad_fn not in beneath:
             raise ValueError(

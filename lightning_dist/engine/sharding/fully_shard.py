@@ -236,8 +236,12 @@ def shard(
 def return_no_views(root: nn.Module) -> None:
     """Replaces views in what a root will return: by a write into one FSDP2 would lose its hooks."""
 
+    def alias(tensor: Tensor) -> Tensor:
+        is_plain = tensor.requires_grad and not is_dtensor(tensor)
+        return alias_of(tensor) if is_plain else tensor
+
     def replace_views(module: nn.Module, given: Any, output: Any) -> Any:
-        return map_tensors(lambda t: alias_of(t) if t.requires_grad else t, output)
+        return map_tensors(alias, output)
 
     root.register_forward_hook(replace_views)
 

@@ -40,6 +40,10 @@ from lightning_dist.engine.tensors.forward_ast import used_by_forward
 from lightning_dist.engine.tensors.module_tree import count_parameters, dotted, outermost
 
 
+class TooFewLayersError(ValueError):
+    """A model has fewer layers than there are stages."""
+
+
 def find_layers(module: nn.Module, layers: str, *, by_forwards: bool = False) -> tuple[str, Layers]:
     """Returns the layers of the user's module.
 
@@ -135,7 +139,7 @@ def _find_layers(module: nn.Module, *, by_forwards: bool) -> tuple[str, Layers]:
         if path is not None:
             return path, find_blocks(module.get_submodule(path), path)
         is_in_one = is_in_a_sequence(module, is_behind)
-        chain = None if is_in_one else _find_chain(module, is_behind, takes_itself=by_forwards)
+        chain = None if is_in_one else _find_chain(module, is_behind, by_forwards=by_forwards)
         if chain is not None:
             return _blocks_in(module, *chain)
         path, sequence = _find_trainable(module, is_behind)
@@ -143,9 +147,12 @@ def _find_layers(module: nn.Module, *, by_forwards: bool) -> tuple[str, Layers]:
 
 
 def _find_chain(
-    module: nn.Module, is_behind: IsBehind, *, takes_itself: bool
+    module: nn.Module, is_behind: IsBehind, *, by_forwards: bool
 ) -> tuple[str, str] | None:
-    """Returns the path of a model, and of the one list of blocks that its forward runs in order."""
+    """Returns the path of a model, and of the one list of blocks that its forward runs in order.
+
+    Without a trace smaller lists in the model are just parts of it, as stages of a ResNet are.
+    """
     lists = [
         name
         for name, part in module.named_modules()
@@ -155,11 +162,12 @@ def _find_chain(
     for name in outermost(lists):
         holder, _, inner = name.partition(".")
         paths = [holder] if inner and loops_over(module.get_submodule(holder), inner) else []
-        paths += [""] if takes_itself and loops_over(module, name) else []
+        paths += [""] if by_forwards and loops_over(module, name) else []
         if paths and len(list(module.get_submodule(name).children())) > 1:
             chains[name] = paths
     sizes = {name: count_parameters(module.get_submodule(name)) for name in chains}
-    large = [name for name, size in sizes.items() if 2 * size >= max(sizes.values())]
+    least = max(sizes.values(), default=0) / 2 if by_forwards else 0
+    large = [name for name, size in sizes.items() if size >= least]
     if len(large) != 1:
         return None
     fitting = [path for path in chains[large[0]] if holds_layers(module, path, is_behind)]
@@ -259,11 +267,12 @@ def choose_partition(
     """Returns the number of layers of each stage; ``"profile"`` begins as ``"parameters"``.
 
     Raises:
+        TooFewLayersError: There are fewer layers than stages.
         ValueError: The partition does not fit the layers or the stages.
     """
     num_layers = len(layers)
     if num_layers < num_stages:
-        raise ValueError(
+        raise TooFewLayersError(
             f"Use fewer devices, for no more stages than {num_layers}, or layers='trace', which"
             f" cuts inside of blocks too: num_stages={num_stages} is more than the {num_layers}"
             " layers of the pipelined module."

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.planning.partition import stage_of_layers
 from lightning_dist.engine.schedules.family import stages_of_rank
+from lightning_dist.engine.splitting.blocks.blocks import Blocks
+from lightning_dist.engine.splitting.blocks.find_blocks import LayersNotFoundError
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import cut, structure_of, whole
 from lightning_dist.engine.splitting.find_layers import (
+    TooFewLayersError,
     choose_partition,
     find_layers,
     refuse_places_outside,
@@ -181,11 +184,17 @@ def find_split(
     ``by_forwards`` is as for :func:`.find_layers`.
 
     Raises:
+        LayersNotFoundError: ``layers="auto"`` finds none, or fewer blocks than stages.
         ValueError: The model cannot be cut as configured.
     """
     path, layers = find_layers(module, config.layers, by_forwards=by_forwards)
     rank_of_stage = config.rank_of_stage(num_ranks)
-    layers_per_stage = choose_partition(layers, config.partition, len(rank_of_stage))
+    try:
+        layers_per_stage = choose_partition(layers, config.partition, len(rank_of_stage))
+    except TooFewLayersError as error:
+        if config.layers != "auto" or not isinstance(layers, Blocks):
+            raise
+        raise LayersNotFoundError(str(error)) from None  # a trace may cut inside of blocks
     if len(layers_per_stage) > 1:
         refuse_places_outside(module, path, layers)
     ties = find_ties(layers, layers_per_stage)

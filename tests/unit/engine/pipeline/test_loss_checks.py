@@ -224,6 +224,20 @@ def test_sums_over_samples_are_warned_of_once(name: str) -> None:
     assert len(caught) == 1
 
 
+def test_a_sum_over_weights_is_none_over_samples() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    batches = list(torch.randn(2, 8, 4, dtype=torch.float64))
+
+    def penalised(module: nn.Module, batch: Tensor) -> Tensor:
+        loss = module(batch).square().mean()  # on the last stage it has the weights
+        return loss + sum(p.square().sum() for p in module[3].parameters())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert largest_difference(model, batches, penalised, PipelineConfig("1f1b", 2)) < 1e-13
+
+
 def test_a_pipeline_averages_sums_and_warns() -> None:
     torch.manual_seed(5)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()

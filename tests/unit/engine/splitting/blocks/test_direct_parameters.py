@@ -322,6 +322,36 @@ def test_the_users_module_may_train_ahead_of_the_model() -> None:
     assert layers.names[0][:-1] == ("embed", "outer.model.patches")
 
 
+class Stages(Called):
+    """Calls two sequences of blocks, as a ResNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks(self.embed(self.first(x)))
+        return self.head(hidden[:, 0] * self.scale)
+
+
+def test_of_several_sequences_the_largest_is_cut_where_no_trace_may_cut_all() -> None:
+    with pytest.raises(LayersNotFoundError):
+        find_layers(User(Stages()), "auto")
+    path, layers = find_layers(User(Stages()), "auto", by_forwards=True)
+    assert (path, len(layers)) == ("model", 5)
+    assert "first" in layers.names[0]
+    config = PipelineConfig("1f1b", 2, "model.blocks")
+    assert largest_difference(Stages(), batches(), loss_of, config) < 1e-13
+
+
+def test_of_fewer_blocks_than_stages_a_trace_may_make_more_layers() -> None:
+    with pytest.raises(LayersNotFoundError, match="num_stages=6 is more than the 5 layers"):
+        find_split(User(Called()), PipelineConfig("1f1b"), 6, 0)
+    with pytest.raises(ValueError, match="num_stages=6 is more than the 5 layers") as raised:
+        find_split(User(Called()), PipelineConfig("1f1b", layers="model.blocks"), 6, 0)
+    assert not isinstance(raised.value, LayersNotFoundError)
+
+
 def test_a_named_sequence_whose_holder_only_stores_it_is_cut_alone() -> None:
     user = User(nn.ModuleDict({"net": Called().blocks, "head": nn.Linear(2, 2)}))
     path, layers = find_layers(user, "model.net")
