@@ -28,7 +28,7 @@ from lightning_dist.engine.pipeline.loss_weights import LossWeights
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.stage import Step
 from lightning_dist.engine.pipeline.stages import OwnStages
-from lightning_dist.engine.pipeline.step_checks import NO_INPUT_GRADIENTS
+from lightning_dist.engine.pipeline.step_checks import NO_INPUT_GRADIENTS, refuse_other_stages
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.timeline import SpanKind
@@ -180,6 +180,8 @@ class Runtime:
             stage.compares_samples = compares_samples(
                 loss.value, flight.outputs, flight.inputs, num_samples
             )
+            others = [other.layers for other in self._stages.values() if other is not stage]
+            refuse_other_stages(loss.value, stage.layers, others)
             if stage.compares_samples and microbatch.weight < 1.0:
                 warn_of_comparison("`training_step`", num_samples)
         if loss.weight is None and microbatch.weight < 1.0:

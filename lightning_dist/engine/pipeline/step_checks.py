@@ -9,6 +9,9 @@ contrast, lies on the way of the outputs.
 A gradient penalty asks in the step for a gradient by the model's input. On the last stage the graph
 does not reach so far, so only what the loss has of the input beside the model would be found.
 
+A rank of several stages has weights of an earlier one at hand on the last, where a loss made of
+them would have no gradient for them.
+
 Each stage runs the step up to the call of the pipelined module. So all stages must call the module
 with the same values, which :class:`ModuleCalls` compares in the first batches. They do not if a
 step keeps something for the next one behind that call, as memory, or changes it on the way.
@@ -92,6 +95,35 @@ def refuse_input_gradients(arguments: Any) -> Undo:
             handle.remove()
 
     return end
+
+
+def refuse_other_stages(loss: Tensor, stage: nn.Module, others: Sequence[nn.Module]) -> None:
+    """Checks that a loss is not computed with weights of other stages that this rank has.
+
+    Its gradient by them would be lost, and on other ranks they are not there to be used.
+
+    Args:
+        loss: The loss of a micro-batch, with its autograd graph.
+        stage: The layers of the last stage.
+        others: The layers of the rank's other stages.
+
+    Raises:
+        ValueError: It is.
+    """
+    own = {id(parameter) for parameter in stage.parameters()}
+    named = [pair for other in others for pair in other.named_parameters()]
+    apart = [(name, p) for name, p in named if p.requires_grad and id(p) not in own]
+    if not apart or not loss.requires_grad:
+        return
+    beneath = nodes_beneath([node_of(loss)])
+    for name, parameter in apart:
+        if node_of(parameter) in beneath:
+            raise ValueError(
+                f"The step uses the parameter {name!r} of an earlier stage for its loss, on the"
+                " last stage, whose backward has no gradient of it. Let the layer that has it"
+                " compute what the loss needs, or share the parameter with a layer of the last"
+                " stage; for a penalty use `weight_decay`."
+            )
 
 
 def _held_tensors(value: Any) -> Iterator[Tensor]:

@@ -6,7 +6,8 @@ inside it has.
 
 For some needs FSDP2 has no public function, and this module uses private names: to forget a step
 that an exception has ended (before torch 2.13), to train a unit that was frozen when the root was
-first called, and to use other parameters of a unit in each step of an update.
+first called, and to use other parameters of a unit in each step of an update. Nor has torch a
+public name for whether a tensor is a view.
 """
 
 from __future__ import annotations
@@ -237,8 +238,9 @@ def return_no_views(root: nn.Module) -> None:
     """Replaces views in what a root will return: by a write into one FSDP2 would lose its hooks."""
 
     def alias(tensor: Tensor) -> Tensor:
-        is_plain = tensor.requires_grad and not is_dtensor(tensor)
-        return alias_of(tensor) if is_plain else tensor
+        # Of others autograd goes on to notice a write that would change their gradient.
+        is_view = tensor.requires_grad and tensor._is_view() and not is_dtensor(tensor)
+        return alias_of(tensor) if is_view else tensor
 
     def replace_views(module: nn.Module, given: Any, output: Any) -> Any:
         return map_tensors(alias, output)

@@ -11,7 +11,7 @@ rank is this rank's parameter in both, so tied parameters stay tied in the whole
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_dist.engine.planning.partition import layers_of_stages, stage_of_layers
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import Layers, layers_in
+from lightning_dist.engine.splitting.placed_parameters import placed_in
 from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.skeleton import skeleton_of
 
@@ -107,6 +108,8 @@ def structure_of(layer: nn.Module) -> nn.Module:
 def whole(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
     """Returns a context manager in which foreign layers are replaced by their structure.
 
+    So are parameters that other stages have, though no layer holds them.
+
     Args:
         module: The pipelined module, or a module around it.
         device: Device of the structure's tensors. None leaves them on the meta device; on the CPU
@@ -119,7 +122,10 @@ def whole(module: nn.Module, device: torch.device | None = None) -> Iterator[Non
         shown = skeleton if device is None else skeleton_of(skeleton, stand_ins, device)
         setattr(holder, name, shown)
     try:
-        yield
+        with ExitStack() as stack:
+            for placed in placed_in(module):
+                stack.enter_context(placed.as_empty(device))
+            yield
     finally:
         for holder, name, layer in foreign:
             setattr(holder, name, layer)

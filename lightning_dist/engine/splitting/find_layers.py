@@ -6,8 +6,7 @@ communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import NoReturn
 
 from torch import nn
@@ -17,10 +16,10 @@ from lightning_dist.engine.splitting.blocks.block_loop import loops_over
 from lightning_dist.engine.splitting.blocks.find_blocks import (
     LayersNotFoundError,
     blocks_of,
-    direct_parameters_in,
     find_blocks,
     find_model,
     is_in_a_sequence,
+    is_module_list,
     is_sequence_of_blocks,
     parameter_ids,
     trainable_ids,
@@ -80,23 +79,13 @@ def find_layers(module: nn.Module, layers: str, *, by_forwards: bool = False) ->
 
 
 def _named_layers(module: nn.Module, layers: str) -> tuple[str, Layers]:
-    with _seen_whole(module):
+    with whole(module):
         part = dict(module.named_modules()).get(layers)
         if isinstance(part, nn.ModuleList | nn.Sequential):
             path = _holder_of(module, layers, part)
             if path != layers:
                 return _blocks_in(module, path, layers)
     return _sequence_in(*_get(module, layers))
-
-
-@contextmanager
-def _seen_whole(module: nn.Module) -> Iterator[None]:
-    """Returns a context manager in which a module that has been cut looks alike on all ranks."""
-    with ExitStack() as stack:
-        stack.enter_context(whole(module))
-        for placed in direct_parameters_in(module):
-            stack.enter_context(placed.as_empty(None))
-        yield
 
 
 def _holder_of(module: nn.Module, layers: str, part: nn.ModuleList | nn.Sequential) -> str:
@@ -134,7 +123,7 @@ def _mentions(module: nn.Module, path: str, layers: str) -> bool:
 
 def _find_layers(module: nn.Module, *, by_forwards: bool) -> tuple[str, Layers]:
     is_behind = not_ahead if by_forwards else not_in_a_forward
-    with _seen_whole(module):
+    with whole(module):
         path = find_model(module, is_behind)
         if path is not None:
             return path, find_blocks(module.get_submodule(path), path)
@@ -165,7 +154,8 @@ def _find_chain(
         paths += [""] if by_forwards and loops_over(module, name) else []
         if paths and len(list(module.get_submodule(name).children())) > 1:
             chains[name] = paths
-    sizes = {name: count_parameters(module.get_submodule(name)) for name in chains}
+    plain = [name for name in chains if is_module_list(module, name)]
+    sizes = {name: count_parameters(module.get_submodule(name)) for name in plain or chains}
     least = max(sizes.values(), default=0) / 2 if by_forwards else 0
     large = [name for name, size in sizes.items() if size >= least]
     if len(large) != 1:

@@ -57,10 +57,11 @@ def trainable_outside(module: nn.Module, path: str) -> dict[str, nn.Parameter]:
 
     Those that an earlier run has found, which other ranks may lack, are not among them.
     """
-    known = LossParameters.of(module).parameters().values()
-    inside = {id(parameter) for parameter in (*module.get_submodule(path).parameters(), *known)}
+    known = LossParameters.of(module).names
+    inside = {id(parameter) for parameter in module.get_submodule(path).parameters()}
     named = module.named_parameters(remove_duplicate=False)
-    return {name: p for name, p in named if p.requires_grad and id(p) not in inside}
+    outside = {name: p for name, p in named if p.requires_grad and name not in known}
+    return {name: p for name, p in outside.items() if id(p) not in inside}
 
 
 def holds_layers(module: nn.Module, path: str, is_behind: IsBehind) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -125,7 +125,10 @@ class Layers:
         for layer in self._foreign:
             layer.is_in_sight = True
         try:
-            yield
+            with ExitStack() as stack:
+                for placed in self.placed:
+                    stack.enter_context(placed.as_remote())
+                yield
         finally:
             for layer in self._foreign:
                 layer.is_in_sight = False

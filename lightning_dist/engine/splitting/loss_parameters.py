@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist.engine.common.names import shorten
@@ -37,6 +37,7 @@ class LossParameters(PlacedParameters):
 
     Attributes:
         module: The user's module, by which steps read them and the layers' parameters.
+        in_their_place: While a step runs on another stage than the last, the NaNs by name.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,6 +45,7 @@ class LossParameters(PlacedParameters):
         self._checked: set[bool] = set()  # by whether gradients are on
         self._watch: DependenceWatch | None = None
         self._is_in_step = self._has_grad = False
+        self.in_their_place: dict[str, Tensor] = {}
 
     @staticmethod
     def of(module: nn.Module) -> LossParameters:
@@ -79,7 +81,7 @@ class LossParameters(PlacedParameters):
             yield
             return
         self._is_in_step, self._has_grad = True, torch.is_grad_enabled()
-        unknown = self.unknown()
+        self.in_their_place = unknown = self.unknown()
         if self._has_grad not in self._checked:
             self._watch = DependenceWatch(self._refuse)
             self._watch.mark(unknown)
@@ -87,7 +89,7 @@ class LossParameters(PlacedParameters):
             with self.in_place(unknown), self._watch or nullcontext():
                 yield
         finally:
-            self._is_in_step, self._watch = False, None
+            self._is_in_step, self._watch, self.in_their_place = False, None, {}
 
     @contextmanager
     def in_call(self, given: object) -> Iterator[None]:

@@ -14,12 +14,21 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.splitting.removed_tensors import RemovedTensors
+from lightning_dist.engine.splitting.removed_tensors import Refusals, RemovedTensors
 from lightning_dist.engine.tensors.module_tree import place_of
 from lightning_dist.engine.tensors.patch import replaced
 from lightning_dist.engine.tensors.skeleton import without_values
 
 _MOST_NANS = 2**20
+_REFUSALS = {
+    is_first: Refusals(
+        "The value of {name!r}, which lives on the "
+        + ("first" if is_first else "last")
+        + " stage, was asked for on another one. Use it in the model's forward only, where that"
+        " stage runs, or hand on what is computed from it."
+    )
+    for is_first in (True, False)
+}
 
 
 class PlacedParameters:
@@ -32,14 +41,17 @@ class PlacedParameters:
 
     Attributes:
         prefix: What their names begin with in the user's module.
+        compute_dtypes: The dtypes in which they compute on their own rank, by name; one without an
+            entry computes in its own dtype.
     """
 
     def __init__(self, module: nn.Module, kept_as: str, *, is_first: bool) -> None:
         self.module = module
         self.is_first = is_first
         self.prefix = ""
+        self.compute_dtypes: dict[str, torch.dtype] = {}
         self._kept_as = kept_as
-        self._removed = RemovedTensors(module)
+        self._removed = RemovedTensors(module, _REFUSALS[is_first])
         self._shapes: dict[str, Tensor] = {}
         self._device = torch.device("cpu")
 
@@ -97,12 +109,20 @@ class PlacedParameters:
         return self._removed.as_empty(device)
 
     def attach(self, device: torch.device) -> None:
-        """Prepares for forwards on a device."""
+        """Prepares for steps on a device."""
         self._device = device
+        self._removed.describe(device)
+
+    def as_remote(self) -> AbstractContextManager[None]:
+        """Returns a context manager with remote tensors in place; a read of a value is an error."""
+        return self._removed.as_remote()
 
     def unknown(self) -> dict[str, Tensor]:
         """Returns NaNs for :meth:`in_place`; a tied parameter's are the same."""
-        made = {id(shape): _nans(shape, self._device) for shape in self._shapes.values()}
+        made = {}
+        for name, shape in self._shapes.items():
+            dtype = self.compute_dtypes.get(self.prefix + name, shape.dtype)
+            made[id(shape)] = _nans(shape, dtype, self._device)
         return {name: made[id(shape)] for name, shape in self._shapes.items()}
 
     def in_place(self, values: dict[str, Tensor]) -> AbstractContextManager[None]:
@@ -111,8 +131,14 @@ class PlacedParameters:
         return replaced(places)
 
 
-def _nans(shape: Tensor, device: torch.device) -> Tensor:
+def placed_in(module: nn.Module) -> list[PlacedParameters]:
+    """Lists what earlier cuts have given to stages, of a module and of all modules in it."""
+    kept = (value for part in module.modules() for value in vars(part).values())
+    return [value for value in kept if isinstance(value, PlacedParameters)]
+
+
+def _nans(shape: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns NaNs that a forward may write into, anew for each one, unless they are many."""
     if shape.numel() > _MOST_NANS:
-        return torch.full((), math.nan, dtype=shape.dtype, device=device).expand(shape.shape)
-    return torch.full(shape.shape, math.nan, dtype=shape.dtype, device=device)
+        return torch.full((), math.nan, dtype=dtype, device=device).expand(shape.shape)
+    return torch.full(shape.shape, math.nan, dtype=dtype, device=device)

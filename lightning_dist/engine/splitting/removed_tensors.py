@@ -30,11 +30,11 @@ class Refusals:
 
     Attributes:
         value: For a read of a removed tensor's value in a step.
-        call: For a call of a part that lacks a tensor.
+        call: For a call of a part that lacks a tensor; None leaves its forward as it is.
     """
 
     value: str
-    call: str
+    call: str | None = None
 
 
 class RemovedTensors:
@@ -42,10 +42,10 @@ class RemovedTensors:
 
     Args:
         module: The module.
-        refusals: For :meth:`as_remote`, and for calls; None leaves forwards as they are.
+        refusals: For :meth:`as_remote`, and for calls.
     """
 
-    def __init__(self, module: nn.Module, refusals: Refusals | None = None) -> None:
+    def __init__(self, module: nn.Module, refusals: Refusals) -> None:
         self._module = module
         self._refusals = refusals
         self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
@@ -79,10 +79,11 @@ class RemovedTensors:
             vars(self._module.get_submodule(name)).pop("forward", None)
 
     def _refuse_calls(self, names: Collection[str]) -> None:
-        if self._refusals is None:
+        call = self._refusals.call
+        if call is None:
             return
         for name in names:
-            refused: Callable[..., Any] = partial(_refuse, self._refusals.call.format(name=name))
+            refused: Callable[..., Any] = partial(_refuse, call.format(name=name))
             self._module.get_submodule(name).forward = refused
 
     def _skip_in_loads(self) -> None:
@@ -112,7 +113,6 @@ class RemovedTensors:
 
     def describe(self, device: torch.device) -> None:
         """Makes the remote tensors that :meth:`as_remote` shows, as if they were on a device."""
-        assert self._refusals is not None
         self._described = {
             name: absent(shape, shape.dtype, device, self._refusals.value.format(name=name))
             for name, shape in self._shapes.items()

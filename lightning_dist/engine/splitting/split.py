@@ -7,7 +7,7 @@ may run ``configure_optimizers`` in between, which may read any parameter's valu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,10 +101,9 @@ class PipelineSplit:
 
     def is_beside(self, name: str) -> bool:
         """Returns whether a module is no part of the pipelined one, and does not hold it."""
-        pipelined = self._prefix
-        if any(f"{name}.".startswith(f"{part}.") for part in self.layers.of_loss.modules()):
-            return True
-        return not (f"{name}.".startswith(pipelined) or pipelined.startswith(f"{name}."))
+        inside = [self._prefix] if self.path else [f"{part.name}." for part in self.layers.parts()]
+        own = f"{name}."
+        return not any(own.startswith(prefix) or prefix.startswith(own) for prefix in inside)
 
     @property
     def _prefix(self) -> str:
@@ -128,10 +127,7 @@ class PipelineSplit:
     @contextmanager
     def whole(self, device: torch.device | None = None) -> Iterator[None]:
         """Returns a context manager with the whole model's structure; see :func:`.cut.whole`."""
-        with ExitStack() as stack:
-            stack.enter_context(self._whole_layers(device))
-            for placed in self.layers.placed:
-                stack.enter_context(placed.as_empty(device))
+        with self._whole_layers(device), self.layers.of_loss.as_empty(device):
             yield
 
     def _whole_layers(self, device: torch.device | None) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from lightning_dist.engine.planning.partition import stage_of_layers
 from lightning_dist.engine.splitting.cut import structure_of
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import Layers, layers_in
-from lightning_dist.engine.tensors.module_tree import set_attribute
+from lightning_dist.engine.tensors.module_tree import dotted, set_attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def cut_differently(ties: Sequence[Tie], path: str, cuts: Mapping[str, Placement
     """
 
     def cuts_on(names: Iterable[str]) -> set[Placement]:
-        full = (f"{path}.{name}" for name in names)
+        full = (dotted(path, name) for name in names)
         return {cuts[name] for name in full if name in cuts}
 
     pieces = ((tie, [cuts_on(names) for names in tie.names.values()]) for tie in ties)

@@ -8,7 +8,8 @@ resumed around the layers.
 
 Torch has no public function for that: what ``torch.compiler.disable`` switches off stays off
 inside. The private ``set_eval_frame`` is what ``disable`` and ``compile`` themselves call. It sets
-this thread's compiler, and returns the one before.
+this thread's compiler, and returns the one before. Nor is there a public name for whether a module
+has been compiled.
 """
 
 from __future__ import annotations
@@ -99,6 +100,19 @@ def refuse_wrapper(module: nn.Module) -> None:
         raise ValueError(
             "Use `model.compile()` in the place of `model = torch.compile(model)`: this model is"
             " cut by its own forward, which a wrapper hides."
+        )
+
+
+def refuse_compiled(blocks: nn.Module, path: str) -> None:
+    """Checks that a sequence of blocks, which stages share, has not been compiled as a whole.
+
+    Raises:
+        ValueError: It has been.
+    """
+    if getattr(blocks, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            f"Compile the blocks of {path!r} one by one, `for block in blocks: block.compile()`, or"
+            " the model that calls them, `model.compile()`: no stage has all of them."
         )
 
 

@@ -42,7 +42,7 @@ def runs_before(module: nn.Module, name: str, other: str) -> bool:
     mentioned = used_by_forward(kind) or ()
     if name in mentioned and other in mentioned:
         return mentioned.index(name) < mentioned.index(other)
-    registered = [child for child, _ in module.named_children()]
+    registered = [*module._modules]
     return registered.index(name) < registered.index(other)
 
 

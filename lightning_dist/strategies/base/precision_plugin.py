@@ -28,6 +28,7 @@ from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.sharding.fully_shard import is_left_whole
 from lightning_dist.engine.splitting.cut import foreign_layers, whole
 from lightning_dist.engine.splitting.layers import Layers
+from lightning_dist.engine.splitting.placed_parameters import placed_in
 from lightning_dist.engine.stashing.half_versions import HalfWeights
 from lightning_dist.strategies.base import lightning_internals
 
@@ -131,6 +132,9 @@ class HalfPrecisionPlugin(Precision):
         for _, _, layer in foreign_layers(self._module):  # a model's forward may see their dtype
             names = (name for name, p in layer.skeleton.named_parameters() if id(p) in ids)
             layer.compute_dtypes = dict.fromkeys(names, self.half.dtype)
+        for placed in placed_in(self._module):
+            names = (name for name in everywhere if name in placed.names)
+            placed.compute_dtypes = dict.fromkeys(names, self.half.dtype)
         own = {id(parameter) for parameter in self._module.parameters()}
         self._parameters = {name: p for name, p in everywhere.items() if id(p) in own}
         self._own = frozenset(self._parameters.values())
@@ -152,6 +156,8 @@ class HalfPrecisionPlugin(Precision):
             self._casts.remove()
         for _, _, layer in () if self._module is None else foreign_layers(self._module):
             layer.compute_dtypes = {}
+        for placed in () if self._module is None else placed_in(self._module):
+            placed.compute_dtypes = {}
         self._casts, self._stages, self._shards_cast = None, None, False
         self._parameters, self._own, self._cast_here, self._copies = {}, frozenset(), (), {}
         self._divides, self.overflow = True, LocalOverflow()

@@ -177,11 +177,12 @@ class RunSetup(LayoutFreeCheckpoints):
     @override
     def annotate(self, exception: BaseException) -> None:
         super().annotate(exception)
-        missing = set() if self.split is None else self.split.layers.of_loss.foreign_names
+        placed = () if self.split is None else self.split.layers.placed
+        missing = set[str]().union(*(each.foreign_names for each in placed))
         if missing and "NoneType" in str(exception):
             exception.add_note(
-                f"Outside of steps, {sorted(missing)} are None on this rank: what a step uses"
-                " behind the pipelined module is on the last stage. Log or use it in the step."
+                f"Outside of steps, {sorted(missing)} are None on this rank: they are on the first"
+                " or the last stage, where they are used. Log or use them in the step."
             )
 
     def keep_own_part(self) -> None:

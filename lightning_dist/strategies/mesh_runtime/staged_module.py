@@ -28,6 +28,7 @@ from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import put_placed
 from lightning_dist.engine.splitting.ties import tie_again
+from lightning_dist.engine.tensors.module_tree import dotted
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.run_setup import Closure, Step, StepContext
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
@@ -70,7 +71,7 @@ class StagedModule(ShardedModule):
     def layers(self) -> str:
         own = [names for names in self._split.own_names if names]
         ranges = [n[0] if len(n) == 1 else f"{n[0]} to {n[-1]}" for n in own]
-        return f"{self._split.path}.{', '.join(ranges)}"
+        return dotted(self._split.path, ", ".join(ranges))
 
     @property
     def is_whole(self) -> bool:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
-from lightning_dist.engine.tensors.module_tree import set_attribute
+from lightning_dist.engine.tensors.module_tree import dotted, set_attribute
 from lightning_dist.engine.tensors.observers import DependenceWatch
 from lightning_dist.engine.tensors.tree import flatten, map_tensors, tensors_in
 
@@ -67,6 +68,7 @@ class BlockRoute:
         after: Names of the modules with parameters that run after the blocks.
         run: Calls a block of this stage with its arguments.
         direct: Parameters that the modules around the blocks hold themselves.
+        of_loss: Returns the NaNs that are in place of what only the last stage has.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class BlockRoute:
         after: Collection[str],
         run: Callable[..., Any],
         direct: Sequence[PlacedParameters] = (),
+        of_loss: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._model = model
         self._path = path
@@ -84,6 +87,7 @@ class BlockRoute:
         self._after = after
         self._run_block = run
         self._direct = direct
+        self._of_loss = of_loss
         self._blocks = cast(_List, model.get_submodule(path))
         self._forward: Callable[..., Any] = model.forward
         self._course: _Course | None = None
@@ -131,10 +135,11 @@ class BlockRoute:
         watch = None
         remote = [placed for placed in self._direct if self._is_remote(placed, span)]
         unknown = [placed.unknown() for placed in remote]
-        if (span.start > 0 or any(unknown)) and key not in self._checked:
+        of_loss = self._of_loss()
+        if (span.start > 0 or of_loss or any(unknown)) and key not in self._checked:
             self._checked.add(key)
             watch = DependenceWatch(self._refuse_read)
-            watch.mark(unknown)
+            watch.mark((unknown, [*of_loss.values()]))
         self._course = course = _Course(span, received, watch)
         try:
             with ExitStack() as stack:
@@ -148,13 +153,20 @@ class BlockRoute:
             self._course = None
         if course.next_block < span.stop:
             raise ValueError(self._out_of_order(course, "ended"))
-        if watch is not None and watch.has_marked(result):
+        if watch is not None and watch.has_marked((result, self._attributes())):
             raise ValueError(
                 f"{_INSTEAD} {type(self._model).__name__} uses a value from before the blocks of"
                 f" {self._path!r} behind them, and only what a block returns travels between"
                 " stages."
             )
         return result
+
+    def _attributes(self) -> list[Any]:
+        """Lists what the modules around the blocks have as attributes: a step may read it."""
+        names = accumulate(["", *self._path.split(".")[:-1]], dotted)
+        holders = (vars(self._model.get_submodule(name)) for name in names)
+        apart = ("_modules", "_parameters")
+        return [v for holder in holders for key, v in holder.items() if key not in apart]
 
     def _is_remote(self, placed: PlacedParameters, span: range) -> bool:
         """Returns whether parameters are another stage's, on whatever rank that is."""
@@ -250,6 +262,7 @@ class BlockRoute:
 
     def _remote_values(self) -> str:
         first, last = {*self._before}, set[str]()
+        last.update(self._of_loss())
         for placed in self._direct:
             (first if placed.is_first else last).update(placed.names)
         sides = ((first, "first"), (last, "last"))
@@ -275,17 +288,10 @@ class _GuardedBlocks(nn.Module):
         return list(self)[index]
 
 
-class _GuardedList(_GuardedBlocks, nn.ModuleList):
-    """Such a list."""
-
-
-class _GuardedSequence(_GuardedBlocks, nn.Sequential):
-    """Such a sequence, whose forward is a loop over it."""
-
-
 def _guarded(blocks: _List, gate: Callable[..., Any]) -> nn.Module:
-    """Returns blocks whose calls are intercepted; hooks of a sequence stay."""
-    guarded = _GuardedSequence() if isinstance(blocks, nn.Sequential) else _GuardedList()
+    """Returns blocks whose calls are intercepted; a class of the user's and its hooks stay."""
+    kind: type = type(type(blocks).__name__, (_GuardedBlocks, type(blocks)), {})
+    guarded: nn.Module = object.__new__(kind)
     vars(guarded).update(vars(blocks), _gate=gate)
     return guarded
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -38,14 +39,18 @@ def loops_over(model: nn.Module, list_path: str, method: str = "forward") -> boo
     if sum(_is_attribute(node, wanted) for node in ast.walk(code)) != 1:
         return False
     body = getattr(code.body[0], "body", [])
-    loops = [s for s in body if isinstance(s, ast.For) and _list_of(s.iter) == wanted]
-    calls = [(s, call) for s in body for call in _calls_in(s, wanted)]
     stores = (isinstance(node, ast.Attribute | ast.Subscript) for node in _stores(code))
     if any(stores) or own in _stored([code]):
         return False
-    if loops:
-        return _is_chain(model, own, body, loops[0])
-    return bool(calls) and _hands_on(own, body, *calls[0])
+    for index, statement in enumerate(body):
+        if isinstance(statement, ast.For) and _list_of(statement.iter) == wanted:
+            is_chain = _is_chain(model, own, body, statement)
+            return is_chain and _parts_once(model, own, body[:index], body[index + 1 :])
+        for call in _calls_in(statement, wanted):
+            behind = [*_without(statement, call), *body[index + 1 :]]
+            once = _parts_once(model, own, [*body[:index], *call.args], behind)
+            return once and _hands_on(own, body, statement, call)
+    return False
 
 
 def is_ahead(model: nn.Module, attribute: str, part: str, method: str = "forward") -> bool:
@@ -57,26 +62,31 @@ def is_ahead(model: nn.Module, attribute: str, part: str, method: str = "forward
     kind: type = type(model)
     order = used_by_forward(kind, method) or ()
     code = syntax_of(getattr(kind, method))
-    if code is None or part not in order or attribute not in order:
+    if code is not None and attribute not in order:
+        return False  # steps alone use it, behind the model
+    if code is None or part not in order:
         return True
     own, made = own_name(code), set[str]()
-    if not _mentions(code, [f"{own}.{part}"]):
+    wanted = f"{own}.{part}"
+    if not _mentions(code, [wanted]):
         users = _users_of(kind, part, code, own)
         inside = [user for user in users if attribute in (used_by_forward(kind, user) or ())]
         if inside:
             return is_ahead(model, attribute, part, inside[0])
-        part = [*users, part][0]
+        # Else another method runs the part, or the method of this name of the base class.
+        wanted = f"{own}.{users[0]}" if users else f"super().{method}"
     elif order.index(part) < order.index(attribute):
         return False
     uses = [f"{own}.{name}" for name in _users_of(kind, attribute, code, own)]
-    for statement in getattr(code.body[0], "body", []):
-        if _mentions(statement, [f"{own}.{part}"]):
-            calls = _calls_in(statement, f"{own}.{part}")
-            arguments = [argument for call in calls for argument in call.args]
+    for statement in getattr(code.body[0], "body", []) if _mentions(code, uses) else ():
+        if _mentions(statement, [wanted]):
+            arguments = [
+                argument for call in _calls_in(statement, wanted) for argument in call.args
+            ]
             given: list[ast.AST] = [*arguments] or [statement]
             return any(_mentions(each, uses) for each in given) or bool(_loaded(given) & made)
         if _mentions(statement, uses) or _loaded([statement]) & made:
-            made |= _stored([statement])
+            made |= _written(statement, own)
     return order.index(attribute) < order.index(part)
 
 
@@ -109,6 +119,9 @@ def _is_chain(model: nn.Module, own: str, body: list[ast.stmt], loop: ast.For) -
 def _hands_on(own: str, body: list[ast.stmt], statement: ast.stmt, call: ast.Call) -> bool:
     """Returns whether nothing but its own result passes by the call of a sequence."""
     made = _made(body[: body.index(statement)], own)
+    others = [*call.args[1:], *(keyword.value for keyword in call.keywords)]
+    if _loaded(others) & (made | {own}):
+        return False
     of_call = {id(node) for node in ast.walk(call)}
     beside = (n for n in ast.walk(statement) if id(n) not in of_call and isinstance(n, ast.Name))
     behind = _loaded(body[body.index(statement) + 1 :])
@@ -122,9 +135,21 @@ def _made(statements: list[ast.stmt], own: str) -> set[str]:
     for statement in statements:
         names = _loaded([statement])
         if names & (made | {own}):
-            # A bare call may store its arguments: `skips.append(x)`.
-            made |= names - {own} if isinstance(statement, ast.Expr) else _stored([statement])
+            made |= _written(statement, own)
     return made
+
+
+def _written(statement: ast.stmt, own: str) -> set[str]:
+    """Returns the names that a statement may give values to."""
+    written = _stored([statement])
+    for node in ast.walk(statement):
+        is_item = isinstance(node, ast.Subscript | ast.Attribute) and isinstance(
+            node.ctx, ast.Store
+        )
+        # A bare call may store its arguments: `skips.append(x)`.
+        if is_item or isinstance(node, ast.Expr):
+            written |= _loaded([node]) - {own}
+    return written
 
 
 def _leaves_alone(
@@ -164,6 +189,60 @@ def _is_call_of(value: ast.expr, block: str) -> bool:
     if not isinstance(call, ast.Call):
         return False
     return any(isinstance(n, ast.Name) and n.id == block for n in (call.func, *call.args[:1]))
+
+
+def _without(statement: ast.AST, call: ast.Call) -> Iterator[ast.AST]:
+    """Yields the largest pieces of a statement that do not contain a call."""
+    for child in ast.iter_child_nodes(statement):
+        if any(node is call for node in ast.walk(child)):
+            yield from () if child is call else _without(child, call)
+        else:
+            yield child
+
+
+def _parts_once(
+    model: nn.Module, own: str, ahead: Sequence[ast.AST], behind: Sequence[ast.AST]
+) -> bool:
+    """Returns whether code ahead of the blocks and behind them reads no parameter in one place."""
+    return not _places_read(model, own, ahead, set()) & _places_read(model, own, behind, set())
+
+
+def _places_read(
+    model: nn.Module, own: str, nodes: Iterable[ast.AST], methods: set[str]
+) -> set[tuple[int, str]]:
+    """Returns the modules, and names in them, of parameters that code reads, by methods too."""
+    places: set[tuple[int, str]] = set()
+    for path in (path for node in nodes for path in _longest_paths(node, own)):
+        holder, name = None, ""
+        value: Any = model
+        for step in path.split("."):
+            if not isinstance(value, nn.Module) or not hasattr(value, step):
+                break
+            holder, value, name = value, getattr(value, step), step
+        if isinstance(value, nn.Module) and holder is not None:
+            parts = value.modules()
+            places |= {(id(part), end) for part in parts for end in part._parameters}
+        elif isinstance(value, nn.Parameter):
+            places.add((id(holder), name))
+        elif holder is model and name not in methods:
+            code = syntax_of(getattr(type(model), name, None))
+            if code is not None:
+                methods.add(name)
+                places |= _places_read(model, own_name(code), [code], methods)
+    return places
+
+
+def _longest_paths(node: ast.AST, own: str) -> Iterator[str]:
+    """Yields the paths of attributes that code reads of its object, without that object's name."""
+    part = node
+    while isinstance(part, ast.Attribute):
+        part = part.value
+    if isinstance(node, ast.Attribute) and isinstance(part, ast.Name):
+        if part.id == own:
+            yield ast.unparse(node).removeprefix(f"{own}.")
+        return
+    for child in ast.iter_child_nodes(part):
+        yield from _longest_paths(child, own)
 
 
 def _calls_in(statement: ast.stmt, wanted: str) -> list[ast.Call]:

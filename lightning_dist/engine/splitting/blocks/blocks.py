@@ -25,7 +25,7 @@ from typing_extensions import override
 from lightning_dist.engine.splitting.blocks.block_forward import BlockRoute
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
-from lightning_dist.engine.tensors.compiler import refuse_wrapper
+from lightning_dist.engine.tensors.compiler import refuse_compiled, refuse_wrapper
 from lightning_dist.engine.tensors.module_tree import dotted
 
 _OF_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -78,7 +78,9 @@ class Blocks(Layers):
         direct: tuple[PlacedParameters, ...] = (),
     ) -> None:
         refuse_wrapper(module)
-        blocks = [f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]
+        refuse_compiled(module.get_submodule(path), path)
+        # Not `named_children`, which lists a block once that is repeated.
+        blocks = [f"{path}.{name}" for name in module.get_submodule(path)._modules]
         last = len(blocks) - 1
         super().__init__(
             module,
@@ -98,6 +100,7 @@ class Blocks(Layers):
             after=after,
             run=self.compiler.resume,
             direct=direct,
+            of_loss=lambda: self.of_loss.in_their_place,
         )
 
     @property

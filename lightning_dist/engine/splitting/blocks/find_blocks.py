@@ -10,9 +10,10 @@ Transformers need not be installed: its models are recognised by their attribute
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_dist.engine.splitting.blocks.block_loop import is_ahead
 from lightning_dist.engine.splitting.blocks.blocks import Blocks
@@ -110,34 +111,51 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
     ahead.prefix = behind.prefix = f"{path}." if path else ""
     before: list[str] = []
     after: list[str] = []
+    known_sides: dict[nn.Module, bool] = {}
     holder_name = ""
     for step in list_path.split("."):
         holder = model.get_submodule(holder_name)
         kind: type = type(holder)
         used = None if dotted(path, holder_name) else used_by_forward(kind)
-        for own, parameter in holder.named_parameters(recurse=False):
-            name = dotted(holder_name, own)
+        for own, key, parameter in _own_parameters(holder):
+            name = dotted(holder_name, own, key)
             is_known = name in ahead or name in behind
             if parameter.requires_grad and not is_known and (used is None or own in used):
                 _refuse_shared(model, name, path)
                 side = ahead if is_ahead(holder, own, step) else behind
                 side.add({name: parameter})
-        for child, part in holder.named_children():
-            if child == step or not any(True for _ in part.parameters()):
+        for child, part in holder._modules.items():  # all names of a module that has several
+            if part is None or child == step or not _belongs_to_a_stage(part):
                 continue
             if used is not None and child not in used:
                 continue  # of the user's own module, whose steps use it
             name = dotted(holder_name, child)
-            is_before = sides.get(name, runs_before(holder, child, step))
+            is_before = known_sides.setdefault(
+                part, sides.get(name, runs_before(holder, child, step))
+            )
             (before if is_before else after).append(name)
         holder_name = dotted(holder_name, step)
     return Blocks(model, list_path, before, after, direct=(ahead, behind))
 
 
-def direct_parameters_in(module: nn.Module) -> list[PlacedParameters]:
-    """Lists the parameters of modules with blocks that an earlier run has given to stages."""
-    kept = (vars(part).get(name) for part in module.modules() for name in _KEPT_AS)
-    return [placed for placed in kept if isinstance(placed, PlacedParameters)]
+_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+
+
+def _own_parameters(holder: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Lists the attribute, the place in it, and each parameter that a module holds itself."""
+    for own, parameter in holder.named_parameters(recurse=False):
+        yield own, "", parameter
+    for own, part in holder.named_children():
+        if isinstance(part, _OF_PARAMETERS):  # a module, but one that is read and not called
+            for key, parameter in part.named_parameters(recurse=False):
+                yield own, key, parameter
+
+
+def _belongs_to_a_stage(part: nn.Module) -> bool:
+    """Returns whether a module has weights, or statistics of what it is given."""
+    has_statistics = any(isinstance(module, _BatchNorm) for module in part.modules())
+    has_weights = any(True for _ in part.parameters())
+    return not isinstance(part, _OF_PARAMETERS) and (has_weights or has_statistics)
 
 
 def _sides(plan: Plan, list_path: str) -> dict[str, bool]:
@@ -155,9 +173,15 @@ def _plan_of(model: nn.Module) -> Plan:
 
 def is_sequence_of_blocks(module: nn.Module) -> bool:
     """Returns whether a module is a plain ``nn.Sequential`` of at least two like modules."""
-    kinds = [type(child) for child in module.children()]
-    is_plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    return is_plain and len(kinds) > 1 and len({*kinds}) == 1
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return False
+    blocks = [*module._modules.values()]
+    kinds = [
+        (type(block), [(name, p.shape) for name, p in block.named_parameters()])
+        for block in blocks
+        if block is not None
+    ]
+    return len(blocks) > 1 and all(kind == kinds[0] for kind in kinds)
 
 
 def is_module_list(module: nn.Module, path: str) -> bool:

@@ -172,6 +172,15 @@ class Itself(InLayers):
         self.log("val_loss", F.cross_entropy(self.logits(batch[0]), batch[1]))
 
 
+class Repeating(InLayers):
+    """Runs each of three blocks twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Called(self.model)  # type: ignore[arg-type]
+        self.model.blocks = nn.Sequential(*self.model.blocks[:3], *self.model.blocks[:3])
+
+
 def fit(class_: type[InLayers], devices: int, strategy: Any, **options: Any) -> State:
     module, resumed = make_module(class_), options.pop("resumed", None)
     saved = options.pop("saved", None)
@@ -286,6 +295,19 @@ def test_computes_in_half_precision_as_a_single_device(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     expected = fit_half(1)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def fit_repeating() -> State:
+    return fit(Repeating, 2, PipelineStrategy(num_microbatches=2))
+
+
+def test_blocks_may_be_repeated(workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = workers.run(2, fit_repeating)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected = fit(Repeating, 1, "auto")
+    found = joined(ranks)
+    assert found.keys() >= expected.keys()  # a repeated block has two names
+    assert_equal({name: found[name] for name in expected}, expected)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

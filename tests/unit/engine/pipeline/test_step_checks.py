@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -170,3 +171,25 @@ def test_only_the_first_batches_are_compared() -> None:
     first = found[0]
     assert first is not None
     assert first[0][0][1] is None
+
+
+def test_a_loss_may_not_use_weights_of_an_earlier_stage_of_the_rank() -> None:
+    """Under ``zbv`` the rank of the last stage has the first one, too."""
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    batches = list(torch.randn(2, 8, 4, dtype=torch.float64))
+
+    def penalised(module: nn.Module, batch: Tensor, layer: int = 0) -> Tensor:
+        loss = plain_loss(module, batch)
+        return loss + module[layer].weight.square().mean()
+
+    config = PipelineConfig("zbv", 2)
+    with pytest.raises(ValueError, match=r"the parameter '0.weight' of an earlier stage"):
+        largest_difference(model, batches, penalised, config)
+    assert largest_difference(model, batches, partial(penalised, layer=3), config) < 1e-13
+
+    def logged(module: nn.Module, batch: Tensor) -> Tensor:
+        loss = plain_loss(module, batch)
+        return loss + module[0].weight.detach().norm() * 0.0
+
+    assert largest_difference(model, batches, logged, config) < 1e-13

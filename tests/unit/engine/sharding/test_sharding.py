@@ -20,6 +20,7 @@ from lightning_dist.engine.sharding.fully_shard import (
     forget_step,
     move_rest,
     reshard,
+    return_no_views,
     shard,
     unshard,
 )
@@ -297,3 +298,20 @@ def test_offloaded_shards_are_filled_on_the_host(
         values = {name: torch.ones(p.shape) for name, p in root.named_parameters()}
         fill(root, names, values.__getitem__, torch.device("cpu"), offloaded=offloaded)
         assert len(moved) == count
+
+
+def test_a_root_returns_no_views_and_its_other_outputs_as_they_are() -> None:
+    """A step may write into logits, of which FSDP2 would lose its hooks."""
+    flat = nn.Sequential(nn.Linear(2, 2), nn.Flatten())
+    assert flat(torch.ones(2, 2, 2))._is_view()
+    return_no_views(flat)
+    output = flat(torch.ones(2, 2, 2))
+    assert not output._is_view()
+    output.mul_(3.0).sum().backward()
+    assert torch.equal(flat[0].bias.grad, torch.full((2,), 12.0))
+    root = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    return_no_views(root)
+    output = root(torch.ones(2, 2))
+    output.mul_(3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()

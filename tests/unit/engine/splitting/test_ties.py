@@ -4,11 +4,12 @@ import copy
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from lightning_dist.engine.splitting.cut import cut, whole
 from lightning_dist.engine.splitting.layers import layers_in
 from lightning_dist.engine.splitting.split import PipelineSplit
-from lightning_dist.engine.splitting.ties import Tie, find_ties, tie_again
+from lightning_dist.engine.splitting.ties import Tie, cut_differently, find_ties, tie_again
 
 
 def sequence() -> nn.Sequential:
@@ -101,3 +102,10 @@ def test_new_parameters_are_tied_to_what_other_stages_share() -> None:
         assert all(shown[name] is parameter for name, parameter in own.items())
         assert shown["0.weight"] is shown["2.extra"] is shown["3.weight"]
         assert {p.device.type for p in shown.values()} == {"cpu", "meta"}
+
+
+def test_ties_that_are_cut_differently_are_named_in_the_users_module() -> None:
+    tie = Tie({0: ("embed.weight",), 1: ("head.weight",)})
+    for path, name in (("", "head.weight"), ("model", "model.head.weight")):
+        assert cut_differently([tie], path, {name: Shard(0)}) == [tie]
+        assert not cut_differently([tie], path, {})

@@ -14,7 +14,7 @@ class Base(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-        self.embed = nn.Linear(2, 2)
+        self.embed, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
         self.checkpointing = True
 
 
@@ -49,7 +49,7 @@ class Ordinary(Base):
                 x = checkpoint(block, x, mask)
             else:
                 x = block(x, mask)
-        x = self.embed(x)
+        x = self.head(x)
         return F.cross_entropy(x.view(length), targets)
 
 
@@ -194,6 +194,44 @@ class Again(Base):
         return self.blocks[0](x)
 
 
+class OnBothSides(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed(x)
+
+
+class WeightBehind(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embed.weight
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.embed(x)
+
+
+class Conditioned(nn.Module):
+    """Passes a second value that it has computed to the part with the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.patch, self.head = (nn.Linear(2, 2) for _ in range(3))
+        self.body: nn.Module = Given()
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = self.time(x)
+        return self.head(self.body(self.patch(x), condition))
+
+
+class Masked(Conditioned):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(len(x))
+        return self.head(self.body(self.patch(x), mask))
+
+
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -218,9 +256,18 @@ def test_branches_are_no_chain() -> None:
 
 def test_nothing_passes_by_a_chain() -> None:
     others = (Skip, Given, Residual, Dense, Collected, CollectedBefore, Stored, BetweenBlocks)
-    others += (SkipOfOtherName, Rebound)
+    others += (SkipOfOtherName, Rebound, OnBothSides, WeightBehind)
     assert not any(loops_over(model(), "blocks") for model in others)
 
 
 def test_only_the_forward_of_the_whole_model_counts() -> None:
     assert not loops_over(Inner(), "encoder.blocks")
+
+
+def test_a_part_with_the_blocks_is_given_nothing_else_that_was_computed() -> None:
+    model = Masked()
+    model.body = Plain()
+    assert loops_over(model, "body.blocks")
+    model = Conditioned()
+    model.body = Plain()
+    assert not loops_over(model, "body.blocks")

@@ -1,4 +1,4 @@
-"""Parameters that modules around blocks hold themselves, and sequences that forwards call."""
+"""Parameters that modules around blocks hold themselves."""
 
 from __future__ import annotations
 
@@ -10,82 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_dist.engine.splitting.blocks.block_loop import is_ahead
 from lightning_dist.engine.splitting.blocks.blocks import Blocks
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.cut import cut, layers_of
+from lightning_dist.engine.splitting.cut import cut, layers_of, whole
 from lightning_dist.engine.splitting.find_layers import (
-    LayersNotFoundError,
     choose_partition,
     find_layers,
 )
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.split import find_split
 from tests.helpers.block_parity import largest_difference
-
-
-class Vision(nn.Module):
-    """A vision transformer as tutorials have it."""
-
-    def __init__(self, blocks: type[nn.Sequential | nn.ModuleList] = nn.ModuleList) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        made = [nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(5)]
-        self.blocks = nn.Sequential(*made) if blocks is nn.Sequential else nn.ModuleList(made)
-        self.patches = nn.Linear(3, 4)
-        self.token = nn.Parameter(torch.randn(1, 1, 4))
-        self.places = nn.Parameter(torch.randn(1, 7, 4))
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 3)
-        self.scale = nn.Parameter(torch.ones(4))
-        self.double()
-
-    def embed(self, x: Tensor) -> Tensor:
-        hidden = torch.cat([self.token.expand(len(x), -1, -1), self.patches(x)], dim=1)
-        return hidden + self.places[:, : hidden.shape[1]]
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden)[:, 0] * self.scale)
-
-
-class Called(Vision):
-    def __init__(self) -> None:
-        super().__init__(nn.Sequential)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.patches(x) + self.places[:, : x.shape[1]]
-        token = self.token.expand(len(x), -1, -1)
-        hidden = self.norm(self.blocks(torch.cat([token, hidden], dim=1))[:, 0])
-        return self.head(hidden * self.scale)
+from tests.helpers.networks.vision import Called, User, Vision, batches, loss_of
 
 
 class Early(Called):
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale.exp()
         return self.head(self.norm(self.blocks(self.embed(x)))[:, 0] * scale)
-
-
-class User(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    images, wanted = batch
-    return F.cross_entropy(model(images), wanted)
-
-
-def batches() -> list[Any]:
-    generator = torch.Generator().manual_seed(4)
-    images = torch.randn(3, 4, 6, 3, generator=generator, dtype=torch.float64)
-    return [(each, torch.randint(3, (4,), generator=generator)) for each in images]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv", "interleaved_1f1b"])
@@ -112,6 +53,8 @@ def test_they_are_found_and_belong_to_the_first_stage_or_the_last(model: type[Vi
             name.removeprefix("model.") for name in names
         }
         assert not {id(p) for p in split.tensors_outside(user)}
+        with whole(user):  # for other code that sees the whole model
+            assert user.model.scale.shape == (4,)
         with split.whole():
             assert user.model.places.shape == (1, 7, 4)
         state = User(model()).state_dict()
@@ -217,152 +160,86 @@ def test_one_that_the_users_module_has_too_is_refused() -> None:
         find_split(user, PipelineConfig("1f1b", layers="model.blocks"), 2, 0)
 
 
-class Features(Called):
-    """Runs the blocks in a method, as many do."""
+class Collected(Called):
+    """Collects and writes what it has of its own."""
 
-    def features(self, x: Tensor) -> Tensor:
-        scale = self.scale.exp()
-        return self.norm(self.blocks(self.embed(x))[:, 0]) * scale
+    def embed(self, x: Tensor) -> Tensor:
+        parts = []
+        parts.append(self.token.expand(len(x), -1, -1))
+        parts.append(self.patches(x))
+        return torch.cat(parts, dim=1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
-
-
-class Returned(Features):
-    def features(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        return hidden + self.blocks(hidden)
-
-
-def test_a_method_may_run_the_blocks() -> None:
-    assert is_ahead(Features(), "token", "blocks")
-    assert not is_ahead(Features(), "scale", "blocks")
-    _, layers = find_layers(User(Features()), "model.blocks")
-    ahead, behind = (placed.names for placed in layers.placed[1:])
-    assert (ahead, behind) == ({"model.token", "model.places"}, {"model.scale"})
-    config = PipelineConfig("zbv", 2, "model.blocks")
-    assert largest_difference(Features(), batches(), loss_of, config) < 1e-13
-
-
-class Skip(Called):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x)
-        return self.head(hidden + self.blocks(hidden))[:, 0]
+        hidden.add_(self.places[:, : hidden.shape[1]])
+        hidden = self.norm(self.blocks(hidden)[:, 0])
+        return self.head(hidden * self.scale)
 
 
-class Twice(Called):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.blocks(self.embed(x))))[:, 0]
-
-
-class Later(Called):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        out = self.blocks(hidden)
-        return self.head(out + hidden)[:, 0]
-
-
-@pytest.mark.parametrize("model", [Skip, Twice, Later, Returned])
-def test_a_sequence_that_is_no_chain_is_not_found(model: type[Vision]) -> None:
-    with pytest.raises(ValueError, match="outside of the pipelined module"):
-        find_layers(User(model()), "auto", by_forwards=True)
-
-
-class Own(Vision):
-    """A user's module that is the model, with what its steps alone use."""
+class Listed(Called):
+    """Has its tokens in a list."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature = nn.Parameter(torch.ones(()))
-        self.teacher = nn.Linear(2, 2)
-
-
-class Around(nn.Module):
-    """Calls a part with a part that has the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(3, 3)
-        self.outer = User(Called())
+        self.tokens = nn.ParameterList([self.token.detach(), self.places.detach()[:, :6]])
+        self.gains = nn.ParameterDict({"last": self.scale.detach()})
+        del self.token, self.places, self.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.embed(x)).relu()
+        hidden = self.patches(x) + self.tokens[1]
+        hidden = torch.cat([self.tokens[0].expand(len(x), -1, -1), hidden], dim=1)
+        return self.head(self.norm(self.blocks(hidden)[:, 0]) * self.gains["last"])
 
 
-def test_the_model_may_be_the_users_module() -> None:
-    for names in ({}, {"layers": "blocks"}):
-        user = Own()
-        config = PipelineConfig("1f1b", **names)  # type: ignore[arg-type]
-        split = find_split(user, config, 2, 0, by_forwards=True)
-        assert (split.path, len(split.layers)) == ("", 5)
-        beside = {"temperature", "teacher.weight", "teacher.bias"}
-        assert split.layers.of_loss.names == beside
-        assert split.is_beside("teacher")
-        assert not split.is_beside("blocks.0")
-        split.cut()
-        assert split.foreign_names() >= {*beside, "scale", "norm.weight", "blocks.4.linear1.weight"}
-        assert {"token", "places"} < {name for name, _ in user.named_parameters()}
-        again = find_split(user, config, 2, 0, by_forwards=True)
-        assert again.layers.of_loss.names == beside
-        again.cut()
-
-
-def test_without_a_look_at_steps_a_model_in_the_users_module_is_preferred() -> None:
-    with pytest.raises(LayersNotFoundError):
-        find_layers(Own(), "auto")
-    user = User(Own())
-    assert find_layers(user, "auto", by_forwards=True)[0] == "model"
-
-
-def test_the_users_module_may_train_ahead_of_the_model() -> None:
-    user = Around()
-    assert find_layers(user, "auto", by_forwards=True)[0] == ""
-    path, layers = find_layers(user, "outer.model.blocks")
-    assert (path, len(layers)) == ("", 5)
-    assert layers.names[0][:-1] == ("embed", "outer.model.patches")
-
-
-class Stages(Called):
-    """Calls two sequences of blocks, as a ResNet does."""
-
+class Prompted(Called):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+        self.prompt = nn.Parameter(torch.ones(3).double())
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.blocks(self.embed(self.first(x)))
-        return self.head(hidden[:, 0] * self.scale)
+        return super().forward(x + self.prompt)
 
 
-def test_of_several_sequences_the_largest_is_cut_where_no_trace_may_cut_all() -> None:
-    with pytest.raises(LayersNotFoundError):
-        find_layers(User(Stages()), "auto")
-    path, layers = find_layers(User(Stages()), "auto", by_forwards=True)
-    assert (path, len(layers)) == ("model", 5)
-    assert "first" in layers.names[0]
+class Alias(Called):
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = self.patches
+
+
+@pytest.mark.parametrize("model", [Collected, Listed, Prompted, Alias])
+def test_other_forms_learn_what_they_learn_alone(model: type[Vision]) -> None:
     config = PipelineConfig("1f1b", 2, "model.blocks")
-    assert largest_difference(Stages(), batches(), loss_of, config) < 1e-13
+    assert largest_difference(model(), batches(), loss_of, config) < 1e-13
 
 
-def test_of_fewer_blocks_than_stages_a_trace_may_make_more_layers() -> None:
-    with pytest.raises(LayersNotFoundError, match="num_stages=6 is more than the 5 layers"):
-        find_split(User(Called()), PipelineConfig("1f1b"), 6, 0)
-    with pytest.raises(ValueError, match="num_stages=6 is more than the 5 layers") as raised:
-        find_split(User(Called()), PipelineConfig("1f1b", layers="model.blocks"), 6, 0)
-    assert not isinstance(raised.value, LayersNotFoundError)
+def test_a_parameter_of_steps_alone_is_on_the_last_stage() -> None:
+    model = Called()
+    model.temperature = nn.Parameter(torch.ones(()).double())
 
+    def loss_with(module: nn.Module, batch: Any) -> Tensor:
+        images, wanted = batch
+        return F.cross_entropy(module(images) * module.temperature, wanted)
 
-def test_a_named_sequence_whose_holder_only_stores_it_is_cut_alone() -> None:
-    user = User(nn.ModuleDict({"net": Called().blocks, "head": nn.Linear(2, 2)}))
-    path, layers = find_layers(user, "model.net")
-    assert path == "model.net"
-    assert layers.of_loss.names == {"model.head.weight", "model.head.bias"}
-
-
-def test_hooks_of_a_sequence_run() -> None:
-    model, seen = Called(), []
-    model.blocks.register_forward_hook(lambda _, __, out: seen.append(out.isnan().any().item()))
     config = PipelineConfig("1f1b", 2, "model.blocks")
-    assert largest_difference(model, batches(), loss_of, config) < 1e-13
-    assert seen
-    assert not any(seen)
+    assert largest_difference(model, batches(), loss_with, config) < 1e-13
+
+
+def test_steps_may_not_read_them_on_other_stages() -> None:
+    def penalised(module: nn.Module, batch: Any) -> Tensor:
+        return loss_of(module, batch) + sum(p.square().sum() for p in module.parameters())
+
+    def of_one(module: nn.Module, batch: Any) -> Tensor:
+        return loss_of(module, batch) + module.places.square().sum()
+
+    for loss, name in ((penalised, "lives on"), (of_one, "'places', which lives on the first")):
+        config = PipelineConfig("1f1b", 2, "model.blocks")
+        with pytest.raises(ValueError, match=name):
+            largest_difference(Called(), batches(), loss, config)
+
+
+def test_a_later_run_finds_the_same_beside_a_head_of_steps() -> None:
+    for stage in (0, 1):
+        user = User(Called())
+        user.head = nn.Sequential(nn.Linear(3, 90), nn.Linear(90, 3))
+        find_split(user, PipelineConfig("1f1b", layers="model.blocks"), 2, stage).cut()
+        assert find_layers(user, "auto", by_forwards=True)[0] == "model"
