@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_dist.engine.common.names import check_choice, check_count
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.parallelize.shard_config import ShardConfig, Sharded
+from lightning_dist.engine.sharding.fully_shard import is_indivisible
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 
@@ -109,14 +110,18 @@ def check_automatic(module: pl.LightningModule) -> None:
         )
 
 
-def check_half_precision(module: pl.LightningModule, is_manual: bool) -> None:
-    """Checks that shards can be gathered in half precision, as ``MixedPrecision`` asks."""
+def check_half_precision(module: pl.LightningModule, *, is_manual: bool, has_stages: bool) -> None:
+    """Checks that shards can be gathered in half precision, as ``MixedPrecision`` asks.
+
+    A step's own parameters are not gathered if stages have them, or if they cannot be divided.
+    """
     if is_manual:
         raise ValueError(
             "With wrap='manual' `configure_model` decides what shards are gathered as. Give a"
             " `mp_policy` there in place of MixedPrecision, or use wrap='auto'."
         )
-    own = [name for name, _ in module.named_parameters(recurse=False)]
+    named = () if has_stages else module.named_parameters(recurse=False)
+    own = [name for name, parameter in named if not is_indivisible(parameter)]
     if own:
         raise ValueError(
             f"MixedPrecision would gather the parameters {own} of the LightningModule itself in"

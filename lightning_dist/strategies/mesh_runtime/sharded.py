@@ -59,7 +59,9 @@ class ShardedStrategy(ShardedPlacement):
         checks.check_precision(str(self.precision_plugin.precision), self.mesh.tp)
         is_half = half_precision_of(self.precision_plugin) is not None
         if is_half and not self.replicates(self.mesh):
-            checks.check_half_precision(self.module, self._policy.is_manual)
+            checks.check_half_precision(
+                self.module, is_manual=self._policy.is_manual, has_stages=self.mesh.pp > 1
+            )
         if not self.is_fitting:
             return
         check_callbacks(trainer)

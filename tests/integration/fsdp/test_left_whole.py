@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_dist import FSDPStrategy, MeshStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy
+from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.checkpoint import load_full
 from tests.helpers.networks.models import (
     Classifier,
@@ -173,3 +175,37 @@ def test_they_train_as_on_one_device(
             torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-10, msg=key)
         for key, value in again.items():
             torch.testing.assert_close(value, trained_on[key], rtol=1e-8, atol=1e-10, msg=key)
+
+
+class InHalf(WithScalars):
+    """Trains a number in its steps, which stays in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature.requires_grad_()
+        self.seen: set[torch.dtype] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.add(self.temperature.dtype)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_in_half() -> list[dict[str, Tensor]]:
+    states = []
+    for make in (FSDPStrategy, DDPStrategy):
+        module = make_module(InHalf).float()
+        options: Any = {"devices": 2, "strategy": make(), "callbacks": [MixedPrecision("bf16")]}
+        trainer = make_trainer(**options)
+        rank = trainer.strategy.distributed_sampler_kwargs["rank"]
+        batches: Any = [(x.float(), y) for x, y in share_of(rank, 46)]
+        loader = DataLoader(batches, batch_size=None)
+        trainer.fit(module, loader, loader)
+        assert module.seen == {torch.float32}
+        states.append(state_of(module))
+    return states
+
+
+def test_a_number_of_the_steps_stays_in_single_precision(workers: WorkerPool) -> None:
+    for sharded, replicated in workers.run(2, fit_in_half):
+        assert sharded["temperature"] != 1.5
+        assert all(torch.equal(sharded[name], value) for name, value in replicated.items())

@@ -207,6 +207,28 @@ def test_computes_in_half_precision_as_a_single_device(
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def fit_half_on_a_mesh() -> list[State]:
+    states = []
+    for axis in ("dp_shard", "dp_replicate"):
+        strategy = MeshStrategy(pp=2, pipeline=PipelineConfig("1f1b", 2), **{axis: 2})
+        module, half = make_module(Beside).float(), [MixedPrecision("bf16")]
+        trainer = make_trainer(devices=4, strategy=strategy, callbacks=half)
+        rank = trainer.strategy.distributed_sampler_kwargs["rank"]
+        batches: Any = [(x.float(), y) for x, y in share_of(rank, 46)]
+        loader = DataLoader(batches, batch_size=None)
+        trainer.fit(module, loader, loader)
+        states.append(state_of(module))
+    return states
+
+
+def test_stages_have_them_in_single_precision_on_shards_too(workers: WorkerPool) -> None:
+    ranks = workers.run(4, fit_half_on_a_mesh)
+    assert any("scale" in sharded for sharded, _ in ranks)
+    for sharded, replicated in ranks:
+        assert sharded.keys() == replicated.keys()
+        assert all(torch.equal(sharded[name], value) for name, value in replicated.items())
+
+
 # --- models --------------------------------------------------------------------------------------
 
 
