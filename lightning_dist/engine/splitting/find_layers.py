@@ -145,7 +145,7 @@ def _find_chain(
     lists = [
         name
         for name, part in module.named_modules()
-        if isinstance(part, nn.ModuleList) or is_sequence_of_blocks(part)
+        if isinstance(part, nn.ModuleList) or is_sequence_of_blocks(part, module)
     ]
     chains: dict[str, list[str]] = {}
     for name in outermost(lists):

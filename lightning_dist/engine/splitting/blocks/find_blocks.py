@@ -171,17 +171,19 @@ def _plan_of(model: nn.Module) -> Plan:
     return plan if isinstance(plan, Mapping) else {}
 
 
-def is_sequence_of_blocks(module: nn.Module) -> bool:
-    """Returns whether a module is a plain ``nn.Sequential`` of at least two like modules."""
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+def is_sequence_of_blocks(part: nn.Module, module: nn.Module) -> bool:
+    """Returns whether a part is a plain ``nn.Sequential`` of at least two blocks.
+
+    They are alike, and the module has no others of their class: linear layers are no blocks, and
+    the blocks of a ResNet are in several sequences, of which none is the model's.
+    """
+    if not isinstance(part, nn.Sequential) or type(part).forward is not nn.Sequential.forward:
         return False
-    blocks = [*module._modules.values()]
-    kinds = [
-        (type(block), [(name, p.shape) for name, p in block.named_parameters()])
-        for block in blocks
-        if block is not None
-    ]
-    return len(blocks) > 1 and all(kind == kinds[0] for kind in kinds)
+    blocks = [block for block in part._modules.values() if block is not None]
+    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in blocks]
+    if len(blocks) < 2 or any(other != shapes[0] for other in shapes):
+        return False
+    return {*blocks} == {other for other in module.modules() if type(other) is type(blocks[0])}
 
 
 def is_module_list(module: nn.Module, path: str) -> bool:

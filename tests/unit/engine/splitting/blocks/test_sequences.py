@@ -67,12 +67,16 @@ def test_a_sequence_that_is_no_chain_is_not_found(model: type[Vision]) -> None:
         find_layers(User(model()), "auto", by_forwards=True)
 
 
+class Small(nn.Linear):
+    """A block of another kind."""
+
+
 class Stages(Called):
-    """Calls two sequences of blocks, as a ResNet does."""
+    """Calls two sequences of blocks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+        self.first = nn.Sequential(Small(3, 3), Small(3, 3)).double()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.blocks(self.embed(self.first(x)))
@@ -87,6 +91,35 @@ def test_of_several_sequences_the_largest_is_cut_where_no_trace_may_cut_all() ->
     assert "first" in layers.names[0]
     config = PipelineConfig("1f1b", 2, "model.blocks")
     assert largest_difference(Stages(), batches(), loss_of, config) < 1e-13
+
+
+class Residuals(Stages):
+    """Has blocks of the same class in another sequence, as a ResNet has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, 0.0)).double()
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.first(super().embed(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x))[:, 0] * self.scale)
+
+
+class WithALongHead(Called):
+    """Has linear layers behind the blocks, in a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+
+
+def test_blocks_are_of_a_class_of_their_own() -> None:
+    with pytest.raises(LayersNotFoundError):
+        find_layers(User(Residuals()), "auto", by_forwards=True)
+    path, layers = find_layers(User(WithALongHead()), "auto")
+    assert (path, layers.origin) == ("model", "the blocks of blocks")
 
 
 def test_of_fewer_blocks_than_stages_a_trace_may_make_more_layers() -> None:
