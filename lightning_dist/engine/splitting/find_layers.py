@@ -142,11 +142,12 @@ def _find_chain(
 
     Without a trace smaller lists in the model are just parts of it, as stages of a ResNet are.
     """
-    lists = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.ModuleList) or is_sequence_of_blocks(part, module)
-    ]
+    lists = []
+    for name, part in module.named_modules():
+        holder, _, inner = name.partition(".")
+        model = module.get_submodule(holder) if inner else module
+        if isinstance(part, nn.ModuleList) or is_sequence_of_blocks(part, model):
+            lists.append(name)
     chains: dict[str, list[str]] = {}
     for name in outermost(lists):
         holder, _, inner = name.partition(".")
@@ -154,11 +155,12 @@ def _find_chain(
         paths += [""] if by_forwards and loops_over(module, name) else []
         if paths and len(list(module.get_submodule(name).children())) > 1:
             chains[name] = paths
-    plain = [name for name in chains if is_module_list(module, name)]
-    sizes = {name: count_parameters(module.get_submodule(name)) for name in plain or chains}
-    least = max(sizes.values(), default=0) / 2 if by_forwards else 0
-    large = [name for name, size in sizes.items() if size >= least]
-    if len(large) != 1:
+    trained = [name for name in chains if trainable_ids(module.get_submodule(name))]  # no teacher
+    chains = {name: chains[name] for name in trained or chains}
+    sizes = {name: count_parameters(module.get_submodule(name)) for name in chains}
+    large = [name for name, size in sizes.items() if 2 * size >= max(sizes.values())]
+    is_clear = by_forwards or len(chains) == 1 or all(is_module_list(module, n) for n in large)
+    if len(large) != 1 or not is_clear:
         return None
     fitting = [path for path in chains[large[0]] if holds_layers(module, path, is_behind)]
     return (fitting[0], large[0]) if fitting else None

@@ -119,10 +119,16 @@ class PlacedParameters:
 
     def unknown(self) -> dict[str, Tensor]:
         """Returns NaNs for :meth:`in_place`; a tied parameter's are the same."""
-        made = {}
-        for name, shape in self._shapes.items():
-            dtype = self.compute_dtypes.get(self.prefix + name, shape.dtype)
-            made[id(shape)] = _nans(shape, dtype, self._device)
+        named = self._shapes.items()
+        dtypes = {  # of a tied one by any of its names
+            id(shape): self.compute_dtypes[self.prefix + name]
+            for name, shape in named
+            if self.prefix + name in self.compute_dtypes
+        }
+        made = {
+            id(shape): _nans(shape, dtypes.get(id(shape), shape.dtype), self._device)
+            for _, shape in named
+        }
         return {name: made[id(shape)] for name, shape in self._shapes.items()}
 
     def in_place(self, values: dict[str, Tensor]) -> AbstractContextManager[None]:

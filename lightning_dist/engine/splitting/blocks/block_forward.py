@@ -153,7 +153,9 @@ class BlockRoute:
             self._course = None
         if course.next_block < span.stop:
             raise ValueError(self._out_of_order(course, "ended"))
-        if watch is not None and watch.has_marked((result, self._attributes())):
+        if watch is not None:
+            self._refuse_attributes(watch)
+        if watch is not None and watch.has_marked(result):
             raise ValueError(
                 f"{_INSTEAD} {type(self._model).__name__} uses a value from before the blocks of"
                 f" {self._path!r} behind them, and only what a block returns travels between"
@@ -161,12 +163,18 @@ class BlockRoute:
             )
         return result
 
-    def _attributes(self) -> list[Any]:
-        """Lists what the modules around the blocks have as attributes: a step may read it."""
-        names = accumulate(["", *self._path.split(".")[:-1]], dotted)
-        holders = (vars(self._model.get_submodule(name)) for name in names)
-        apart = ("_modules", "_parameters")
-        return [v for holder in holders for key, v in holder.items() if key not in apart]
+    def _refuse_attributes(self, watch: DependenceWatch) -> None:
+        """Checks the tensors that modules around the blocks keep, where steps may read them."""
+        for holder in accumulate(["", *self._path.split(".")[:-1]], dotted):
+            module = self._model.get_submodule(holder)
+            for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+                if isinstance(value, Tensor) and watch.has_marked(value):
+                    raise ValueError(
+                        f"The forward of {type(self._model).__name__} leaves in"
+                        f" {dotted(holder, name)!r} what it computes of {self._remote_values()},"
+                        " where this stage has no value. Let it return the value, or compute it"
+                        " behind the blocks."
+                    )
 
     def _is_remote(self, placed: PlacedParameters, span: range) -> bool:
         """Returns whether parameters are another stage's, on whatever rank that is."""

@@ -10,47 +10,67 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TypeAlias
 
 from torch import nn
 
+from lightning_dist.engine.splitting.blocks.places_read import places_read
 from lightning_dist.engine.tensors.forward_ast import own_name, syntax_of, used_by_forward
 
+_Places: TypeAlias = set[tuple[int, str]]
+"""Modules, and names in them, of the parameters that code reads."""
 
-def loops_over(model: nn.Module, list_path: str, method: str = "forward") -> bool:
+
+def loops_over(model: nn.Module, list_path: str) -> bool:
     """Returns whether a model's forward runs the blocks of a list as a chain, and only so.
 
-    The same goes for one call of a method, or of a part, that so runs them.
+    The same goes for one call of a method, or of a part, that so runs them. No parameter may be
+    read both ahead of the blocks and behind them, for these are on other stages.
     """
+    found = _read_around(model, list_path, "forward")
+    return found is not None and not found[0] & found[1]
+
+
+def _read_around(model: nn.Module, list_path: str, method: str) -> tuple[_Places, _Places] | None:
+    """Returns what a method reads ahead of a chain of blocks and behind it; None for no chain."""
     kind: type = type(model)
     code = syntax_of(getattr(kind, method))
     own = "" if code is None else own_name(code)
-    if code is None or not own:
-        return False
+    if code is None or not own or _hands_out(code, own):
+        return None
     wanted = f"{own}.{list_path}"
     part, _, inner = list_path.partition(".")
     if not _mentions(code, [wanted]):
-        if inner and _mentions(code, [f"{own}.{part}"]):
-            return loops_over(model, part, method) and loops_over(model.get_submodule(part), inner)
         users = _users_of(kind, part, code, own)
-        if len(users) != 1:
-            return False
-        return loops_over(model, users[0], method) and loops_over(model, list_path, users[0])
+        if inner and _mentions(code, [f"{own}.{part}"]):
+            outer = _read_around(model, part, method)
+            within = _read_around(model.get_submodule(part), inner, "forward") if outer else None
+        elif len(users) == 1:
+            outer = _read_around(model, users[0], method)
+            within = _read_around(model, list_path, users[0]) if outer else None
+        else:
+            return None
+        if outer is None or within is None:
+            return None
+        return outer[0] | within[0], outer[1] | within[1]
     if sum(_is_attribute(node, wanted) for node in ast.walk(code)) != 1:
-        return False
+        return None
     body = getattr(code.body[0], "body", [])
     stores = (isinstance(node, ast.Attribute | ast.Subscript) for node in _stores(code))
     if any(stores) or own in _stored([code]):
-        return False
+        return None
     for index, statement in enumerate(body):
+        ahead, behind = body[:index], body[index + 1 :]
         if isinstance(statement, ast.For) and _list_of(statement.iter) == wanted:
-            is_chain = _is_chain(model, own, body, statement)
-            return is_chain and _parts_once(model, own, body[:index], body[index + 1 :])
+            if not _is_chain(model, own, body, statement):
+                return None
+            return places_read(model, own, ahead), places_read(model, own, behind)
         for call in _calls_in(statement, wanted):
-            behind = [*_without(statement, call), *body[index + 1 :]]
-            once = _parts_once(model, own, [*body[:index], *call.args], behind)
-            return once and _hands_on(own, body, statement, call)
-    return False
+            if not _hands_on(own, body, statement, call):
+                return None
+            rest = [*_without(statement, call), *behind]
+            return places_read(model, own, [*ahead, *call.args]), places_read(model, own, rest)
+    return None
 
 
 def is_ahead(model: nn.Module, attribute: str, part: str, method: str = "forward") -> bool:
@@ -62,10 +82,10 @@ def is_ahead(model: nn.Module, attribute: str, part: str, method: str = "forward
     kind: type = type(model)
     order = used_by_forward(kind, method) or ()
     code = syntax_of(getattr(kind, method))
-    if code is not None and attribute not in order:
-        return False  # steps alone use it, behind the model
     if code is None or part not in order:
         return True
+    if attribute not in order:
+        return False  # steps alone use it, behind the model
     own, made = own_name(code), set[str]()
     wanted = f"{own}.{part}"
     if not _mentions(code, [wanted]):
@@ -200,49 +220,11 @@ def _without(statement: ast.AST, call: ast.Call) -> Iterator[ast.AST]:
             yield child
 
 
-def _parts_once(
-    model: nn.Module, own: str, ahead: Sequence[ast.AST], behind: Sequence[ast.AST]
-) -> bool:
-    """Returns whether code ahead of the blocks and behind them reads no parameter in one place."""
-    return not _places_read(model, own, ahead, set()) & _places_read(model, own, behind, set())
-
-
-def _places_read(
-    model: nn.Module, own: str, nodes: Iterable[ast.AST], methods: set[str]
-) -> set[tuple[int, str]]:
-    """Returns the modules, and names in them, of parameters that code reads, by methods too."""
-    places: set[tuple[int, str]] = set()
-    for path in (path for node in nodes for path in _longest_paths(node, own)):
-        holder, name = None, ""
-        value: Any = model
-        for step in path.split("."):
-            if not isinstance(value, nn.Module) or not hasattr(value, step):
-                break
-            holder, value, name = value, getattr(value, step), step
-        if isinstance(value, nn.Module) and holder is not None:
-            parts = value.modules()
-            places |= {(id(part), end) for part in parts for end in part._parameters}
-        elif isinstance(value, nn.Parameter):
-            places.add((id(holder), name))
-        elif holder is model and name not in methods:
-            code = syntax_of(getattr(type(model), name, None))
-            if code is not None:
-                methods.add(name)
-                places |= _places_read(model, own_name(code), [code], methods)
-    return places
-
-
-def _longest_paths(node: ast.AST, own: str) -> Iterator[str]:
-    """Yields the paths of attributes that code reads of its object, without that object's name."""
-    part = node
-    while isinstance(part, ast.Attribute):
-        part = part.value
-    if isinstance(node, ast.Attribute) and isinstance(part, ast.Name):
-        if part.id == own:
-            yield ast.unparse(node).removeprefix(f"{own}.")
-        return
-    for child in ast.iter_child_nodes(part):
-        yield from _longest_paths(child, own)
+def _hands_out(code: ast.AST, own: str) -> bool:
+    """Returns whether code passes its object itself on, so that its parts may be read unseen."""
+    names = sum(isinstance(n, ast.Name) and n.id == own for n in ast.walk(code))
+    attributes = (node for node in ast.walk(code) if isinstance(node, ast.Attribute))
+    return names != sum(ast.unparse(node.value) == own for node in attributes)
 
 
 def _calls_in(statement: ast.stmt, wanted: str) -> list[ast.Call]:

@@ -24,7 +24,7 @@ from lightning_dist.engine.splitting.find_loss_parameters import (
 )
 from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
 from lightning_dist.engine.tensors.forward_ast import runs_before, used_by_forward
-from lightning_dist.engine.tensors.module_tree import dotted, outermost
+from lightning_dist.engine.tensors.module_tree import dotted, original_class, outermost
 from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
 
 Plan = Mapping[str, tuple[list[str], list[str]]]
@@ -171,19 +171,25 @@ def _plan_of(model: nn.Module) -> Plan:
     return plan if isinstance(plan, Mapping) else {}
 
 
-def is_sequence_of_blocks(part: nn.Module, module: nn.Module) -> bool:
+def is_sequence_of_blocks(part: nn.Module, model: nn.Module) -> bool:
     """Returns whether a part is a plain ``nn.Sequential`` of at least two blocks.
 
-    They are alike, and the module has no others of their class: linear layers are no blocks, and
+    They are alike, and the model trains no others of their class: linear layers are no blocks, and
     the blocks of a ResNet are in several sequences, of which none is the model's.
     """
     if not isinstance(part, nn.Sequential) or type(part).forward is not nn.Sequential.forward:
         return False
     blocks = [block for block in part._modules.values() if block is not None]
-    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in blocks]
-    if len(blocks) < 2 or any(other != shapes[0] for other in shapes):
+    kinds = [
+        (original_class(block), [(name, p.shape) for name, p in block.named_parameters()])
+        for block in blocks
+    ]
+    if len(blocks) < 2 or any(kind != kinds[0] for kind in kinds):
         return False
-    return {*blocks} == {other for other in module.modules() if type(other) is type(blocks[0])}
+    others = {*model.modules()} - {*part.modules()}
+    return not any(
+        original_class(other) is kinds[0][0] and trainable_ids(other) for other in others
+    )
 
 
 def is_module_list(module: nn.Module, path: str) -> bool:

@@ -232,6 +232,71 @@ class Masked(Conditioned):
         return self.head(self.body(self.patch(x), mask))
 
 
+class InMethods(Base):
+    """Reads a weight in one method ahead of the blocks, and in another one behind them."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        return x @ self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.features(x))
+
+
+class InTwoMethods(InMethods):
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(x.to(self.embed.weight.dtype))
+
+
+class OfAProperty(InMethods):
+    @property
+    def table(self) -> Tensor:
+        return self.embed.weight
+
+    def logits(self, x: Tensor) -> Tensor:
+        return x @ self.table
+
+
+class Wrapped(nn.Module):
+    """Calls methods of a part."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.part.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.part.logits(x)
+
+
+class WithoutWeights(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.embed(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class HandsItselfOut(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        x = getattr(self, "embed")(x)  # noqa: B009
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -247,6 +312,7 @@ def test_a_loop_that_hands_on_is_a_chain() -> None:
     assert all(loops_over(model(), "blocks") for model in (Plain, Counted, Pair, Ordinary))
     assert loops_over(OtherName(), "blocks")
     assert loops_over(Held(), "parts.h")
+    assert all(loops_over(model(), "blocks") for model in (InTwoMethods, WithoutWeights))
 
 
 def test_branches_are_no_chain() -> None:
@@ -256,8 +322,10 @@ def test_branches_are_no_chain() -> None:
 
 def test_nothing_passes_by_a_chain() -> None:
     others = (Skip, Given, Residual, Dense, Collected, CollectedBefore, Stored, BetweenBlocks)
-    others += (SkipOfOtherName, Rebound, OnBothSides, WeightBehind)
+    others += (SkipOfOtherName, Rebound, OnBothSides, WeightBehind, InMethods, OfAProperty)
     assert not any(loops_over(model(), "blocks") for model in others)
+    assert not loops_over(HandsItselfOut(), "blocks")
+    assert not loops_over(Wrapped(InMethods()), "blocks")
 
 
 def test_only_the_forward_of_the_whole_model_counts() -> None:

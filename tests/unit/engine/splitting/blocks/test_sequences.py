@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from torch import Tensor, nn
 
@@ -120,6 +122,30 @@ def test_blocks_are_of_a_class_of_their_own() -> None:
         find_layers(User(Residuals()), "auto", by_forwards=True)
     path, layers = find_layers(User(WithALongHead()), "auto")
     assert (path, layers.origin) == ("model", "the blocks of blocks")
+    user = User(Called())
+    user.average = copy.deepcopy(user.model).requires_grad_(False)
+    assert find_layers(user, "auto")[0] == "model"
+
+
+class SmallList(Called):
+    """Has a small list behind its sequence of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.ModuleList([Small(4, 4), Small(4, 4)]).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks(self.embed(x))[:, 0]
+        for block in self.last:
+            hidden = block(hidden)
+        return self.head(hidden * self.scale)
+
+
+def test_a_list_is_the_blocks_if_nothing_is_larger() -> None:
+    with pytest.raises(LayersNotFoundError):
+        find_layers(User(SmallList()), "auto")  # a trace may cut both
+    _, layers = find_layers(User(SmallList()), "auto", by_forwards=True)
+    assert layers.origin == "the blocks of blocks"
 
 
 def test_of_fewer_blocks_than_stages_a_trace_may_make_more_layers() -> None:
