@@ -39,10 +39,6 @@ from lightning_dist.engine.tensors.forward_ast import used_by_forward
 from lightning_dist.engine.tensors.module_tree import count_parameters, dotted, outermost
 
 
-class TooFewLayersError(ValueError):
-    """A model has fewer layers than there are stages."""
-
-
 def find_layers(module: nn.Module, layers: str, *, by_forwards: bool = False) -> tuple[str, Layers]:
     """Returns the layers of the user's module.
 
@@ -259,12 +255,11 @@ def choose_partition(
     """Returns the number of layers of each stage; ``"profile"`` begins as ``"parameters"``.
 
     Raises:
-        TooFewLayersError: There are fewer layers than stages.
         ValueError: The partition does not fit the layers or the stages.
     """
     num_layers = len(layers)
     if num_layers < num_stages:
-        raise TooFewLayersError(
+        raise ValueError(
             f"Use fewer devices, for no more stages than {num_layers}, or layers='trace', which"
             f" cuts inside of blocks too: num_stages={num_stages} is more than the {num_layers}"
             " layers of the pipelined module."

@@ -21,7 +21,6 @@ from lightning_dist.engine.splitting.blocks.find_blocks import LayersNotFoundErr
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import cut, structure_of, whole
 from lightning_dist.engine.splitting.find_layers import (
-    TooFewLayersError,
     choose_partition,
     find_layers,
     refuse_places_outside,
@@ -187,8 +186,9 @@ def find_split(
     rank_of_stage = config.rank_of_stage(num_ranks)
     try:
         layers_per_stage = choose_partition(layers, config.partition, len(rank_of_stage))
-    except TooFewLayersError as error:
-        if config.layers != "auto" or not isinstance(layers, Blocks):
+    except ValueError as error:
+        are_found = config.layers == "auto" and isinstance(layers, Blocks)
+        if not are_found or len(layers) >= len(rank_of_stage):
             raise
         raise LayersNotFoundError(str(error)) from None  # a trace may cut inside of blocks
     if len(layers_per_stage) > 1:
