@@ -110,8 +110,7 @@ def _mentions(module: nn.Module, path: str, layers: str) -> bool:
     """Returns whether forwards lead from a module to the layers in it."""
     part = module.get_submodule(path)
     for step in layers.removeprefix(f"{path}.").split("."):
-        kind: type = type(part)
-        if step not in (used_by_forward(kind) or ()):
+        if step not in (used_by_forward(type(part)) or ()):
             return False
         part = part.get_submodule(step)
     return True

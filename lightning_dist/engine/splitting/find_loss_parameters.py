@@ -23,13 +23,15 @@ IsBehind = Callable[[nn.Module, str, str], bool]
 
 def not_in_a_forward(module: nn.Module, path: str, name: str) -> bool:
     """Returns whether no forward uses the parameter, so that only steps can."""
-    _, mentioned, _, own = _mentioned(module, path, name)
+    holder, _, own = _holder_of_both(module, path, name)
+    mentioned = used_by_forward(type(holder))
     return mentioned is not None and own[0] not in mentioned
 
 
 def not_ahead(module: nn.Module, path: str, name: str) -> bool:
     """Returns whether no forward calls the parameter's module, or only behind the submodule."""
-    holder, mentioned, part, own = _mentioned(module, path, name)
+    holder, part, own = _holder_of_both(module, path, name)
+    mentioned = used_by_forward(type(holder))
     if mentioned is None or own[0] not in mentioned:
         return mentioned is not None
     if len(own) == 1:  # what `scale = self.scale.exp()` is used for may come later
@@ -37,10 +39,10 @@ def not_ahead(module: nn.Module, path: str, name: str) -> bool:
     return part in mentioned[: mentioned.index(own[0])]
 
 
-def _mentioned(
+def _holder_of_both(
     module: nn.Module, path: str, name: str
-) -> tuple[nn.Module, tuple[str, ...] | None, str, Sequence[str]]:
-    """Returns the innermost module with both, and what it uses in its forward.
+) -> tuple[nn.Module, str, Sequence[str]]:
+    """Returns the innermost module with a submodule and a parameter.
 
     And the submodule's name in it, and those of the parameter on the way to it.
     """
@@ -48,8 +50,7 @@ def _mentioned(
     while parts[0] == own[0]:
         holder = holder.get_submodule(parts[0])
         parts, own = parts[1:], own[1:]
-    kind: type = type(holder)
-    return holder, used_by_forward(kind), parts[0], own
+    return holder, parts[0], own
 
 
 def trainable_outside(module: nn.Module, path: str) -> dict[str, nn.Parameter]:

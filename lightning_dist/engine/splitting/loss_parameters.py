@@ -24,7 +24,6 @@ from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
 from lightning_dist.engine.tensors.module_tree import dotted, outermost
 from lightning_dist.engine.tensors.observers import DependenceWatch
 
-_KEPT_AS = "_lightning_dist_loss_parameters"  # in the user's module, from run to run
 _WHERE = (
     "Trainable parameters outside of the pipelined module belong to the last stage, which computes"
     " the loss: use them in steps, behind the call of that module. What runs ahead of it must be"
@@ -40,18 +39,15 @@ class LossParameters(PlacedParameters):
         in_their_place: While a step runs on another stage than the last, the NaNs by name.
     """
 
+    kept_as = "_lightning_dist_loss_parameters"
+    is_first = False
+
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, _KEPT_AS, is_first=False)
+        super().__init__(module)
         self._checked: set[bool] = set()  # by whether gradients are on
         self._watch: DependenceWatch | None = None
         self._is_in_step = self._has_grad = False
         self.in_their_place: dict[str, Tensor] = {}
-
-    @staticmethod
-    def of(module: nn.Module) -> LossParameters:
-        """Returns those of a module that an earlier run has cut, or none."""
-        known = vars(module).get(_KEPT_AS)
-        return known if isinstance(known, LossParameters) else LossParameters(module)
 
     def modules(self) -> dict[str, nn.Module]:
         """Returns the outermost modules with no other parameters, as far as this rank has them."""

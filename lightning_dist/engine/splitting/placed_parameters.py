@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +21,6 @@ from lightning_dist.engine.tensors.patch import replaced
 from lightning_dist.engine.tensors.skeleton import without_values
 
 _MOST_NANS = 2**20
-_REFUSALS = {
-    is_first: Refusals(
-        "The value of {name!r}, which lives on the "
-        + ("first" if is_first else "last")
-        + " stage, was asked for on another one. Use it in the model's forward only, where that"
-        " stage runs, or hand on what is computed from it."
-    )
-    for is_first in (True, False)
-}
 
 
 class PlacedParameters:
@@ -36,30 +28,36 @@ class PlacedParameters:
 
     Args:
         module: The module.
-        kept_as: An attribute of the module, in which they are from a cut to later runs.
-        is_first: Whether the stage is that of the first layer, or that of the last one.
 
     Attributes:
+        kept_as: An attribute of the module, in which they are from a cut to later runs.
+        is_first: Whether the stage is that of the first layer, or that of the last one.
         prefix: What their names begin with in the user's module.
         compute_dtypes: The dtypes in which they compute on their own rank, by name; one without an
             entry computes in its own dtype.
     """
 
-    def __init__(self, module: nn.Module, kept_as: str, *, is_first: bool) -> None:
+    kept_as: ClassVar[str]
+    is_first: ClassVar[bool]
+
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.is_first = is_first
         self.prefix = ""
         self.compute_dtypes: dict[str, torch.dtype] = {}
-        self._kept_as = kept_as
-        self._removed = RemovedTensors(module, _REFUSALS[is_first])
+        refusals = Refusals(
+            f"The value of {{name!r}}, which lives on the {'first' if self.is_first else 'last'}"
+            " stage, was asked for on another one. Use it in the model's forward only, where that"
+            " stage runs, or hand on what is computed from it."
+        )
+        self._removed = RemovedTensors(module, refusals)
         self._shapes: dict[str, Tensor] = {}
         self._device = torch.device("cpu")
 
     @classmethod
-    def kept_in(cls, module: nn.Module, kept_as: str, *, is_first: bool) -> PlacedParameters:
+    def of(cls, module: nn.Module) -> Self:
         """Returns those of a module that an earlier run has cut, or none."""
-        known = vars(module).get(kept_as)
-        return known if isinstance(known, cls) else cls(module, kept_as, is_first=is_first)
+        known = vars(module).get(cls.kept_as)
+        return known if isinstance(known, cls) else cls(module)
 
     def __contains__(self, name: str) -> bool:
         """Returns whether a name in the module is one of theirs."""
@@ -101,7 +99,7 @@ class PlacedParameters:
     def settle(self, *, is_here: bool) -> None:
         """Removes them from the module on a rank without their stage."""
         if self._shapes:
-            vars(self.module)[self._kept_as] = self
+            vars(self.module)[self.kept_as] = self
         self._removed.take(set() if is_here else self._shapes.keys() - self._removed.names)
 
     def as_empty(self, device: torch.device | None) -> AbstractContextManager[None]:
@@ -135,6 +133,20 @@ class PlacedParameters:
         """Returns a context manager with other tensors in place, by names in the module."""
         places = [(*place_of(self.module, name), value) for name, value in values.items()]
         return replaced(places)
+
+
+class FirstParameters(PlacedParameters):
+    """What modules around blocks hold themselves, and compute with ahead of the blocks."""
+
+    kept_as = "_lightning_dist_first_parameters"
+    is_first = True
+
+
+class LastParameters(PlacedParameters):
+    """What modules around blocks hold themselves, and compute with behind the blocks."""
+
+    kept_as = "_lightning_dist_last_parameters"
+    is_first = False
 
 
 def placed_in(module: nn.Module) -> list[PlacedParameters]:

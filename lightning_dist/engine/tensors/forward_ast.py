@@ -38,8 +38,7 @@ def own_name(code: ast.Module) -> str:
 
 def runs_before(module: nn.Module, name: str, other: str) -> bool:
     """Returns whether a module's forward runs one of its submodules before another one."""
-    kind: type = type(module)
-    mentioned = used_by_forward(kind) or ()
+    mentioned = used_by_forward(type(module)) or ()
     if name in mentioned and other in mentioned:
         return mentioned.index(name) < mentioned.index(other)
     registered = [*module._modules]
@@ -57,13 +56,17 @@ def _used(node: ast.AST, own: str) -> Iterator[str]:
         yield node.attr
 
 
-@cache
 def used_by_forward(kind: type, method: str = "forward") -> tuple[str, ...] | None:
     """Names the attributes of its own object that a forward uses, in the order of their first use.
 
     A method's are in place of its name, those of a base class's method ahead of the others. None if
     the forward, or another method that is asked for, has no source.
     """
+    return _used_by(kind, method)
+
+
+@cache
+def _used_by(kind: type, method: str) -> tuple[str, ...] | None:
     found: list[str] = []
 
     def visit(name: str, classes: Sequence[type], inside: tuple[str, ...]) -> bool:

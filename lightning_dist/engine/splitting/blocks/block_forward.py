@@ -154,17 +154,17 @@ class BlockRoute:
         if course.next_block < span.stop:
             raise ValueError(self._out_of_order(course, "ended"))
         if watch is not None:
-            self._refuse_attributes(watch)
-        if watch is not None and watch.has_marked(result):
+            self._check_end(watch, result)
+        return result
+
+    def _check_end(self, watch: DependenceWatch, result: Any) -> None:
+        """Checks the result, and tensors that modules around the blocks keep for steps to read."""
+        if watch.has_marked(result):
             raise ValueError(
                 f"{_INSTEAD} {type(self._model).__name__} uses a value from before the blocks of"
                 f" {self._path!r} behind them, and only what a block returns travels between"
                 " stages."
             )
-        return result
-
-    def _refuse_attributes(self, watch: DependenceWatch) -> None:
-        """Checks the tensors that modules around the blocks keep, where steps may read them."""
         for holder in accumulate(["", *self._path.split(".")[:-1]], dotted):
             module = self._model.get_submodule(holder)
             for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):

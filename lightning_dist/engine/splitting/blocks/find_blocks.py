@@ -22,15 +22,13 @@ from lightning_dist.engine.splitting.find_loss_parameters import (
     holds_layers,
     trainable_outside,
 )
-from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
+from lightning_dist.engine.splitting.placed_parameters import FirstParameters, LastParameters
 from lightning_dist.engine.tensors.forward_ast import runs_before, used_by_forward
 from lightning_dist.engine.tensors.module_tree import dotted, original_class, outermost
 from lightning_dist.engine.tensors.repeated_blocks import repeated_blocks
 
 Plan = Mapping[str, tuple[list[str], list[str]]]
 """Names of the inputs and outputs of each part of a model."""
-
-_KEPT_AS = ("_lightning_dist_first_parameters", "_lightning_dist_last_parameters")
 
 
 class LayersNotFoundError(ValueError):
@@ -106,8 +104,7 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
         ValueError: A trainable parameter that is in no part is also in one.
     """
     sides = _sides(_plan_of(model), list_path)
-    ahead = PlacedParameters.kept_in(model, _KEPT_AS[0], is_first=True)
-    behind = PlacedParameters.kept_in(model, _KEPT_AS[1], is_first=False)
+    ahead, behind = FirstParameters.of(model), LastParameters.of(model)
     ahead.prefix = behind.prefix = f"{path}." if path else ""
     before: list[str] = []
     after: list[str] = []
@@ -115,15 +112,13 @@ def blocks_of(model: nn.Module, list_path: str, path: str) -> Blocks:
     holder_name = ""
     for step in list_path.split("."):
         holder = model.get_submodule(holder_name)
-        kind: type = type(holder)
-        used = None if dotted(path, holder_name) else used_by_forward(kind)
+        used = None if dotted(path, holder_name) else used_by_forward(type(holder))
         for own, key, parameter in _own_parameters(holder):
             name = dotted(holder_name, own, key)
             is_known = name in ahead or name in behind
             if parameter.requires_grad and not is_known and (used is None or own in used):
                 _refuse_shared(model, name, path)
-                side = ahead if is_ahead(holder, own, step) else behind
-                side.add({name: parameter})
+                (ahead if is_ahead(holder, own, step) else behind).add({name: parameter})
         for child, part in holder._modules.items():  # all names of a module that has several
             if part is None or child == step or not _belongs_to_a_stage(part):
                 continue

@@ -10,13 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_dist import MeshStrategy, PipelineStrategy
-from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
-from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.networks.models import (
     Classifier,
     make_loader,
@@ -26,8 +23,14 @@ from tests.helpers.networks.models import (
     state_of,
 )
 from tests.helpers.processes.workers import WorkerPool
-
-State = dict[str, Tensor]
+from tests.integration.pipeline.parity import beside_common as common
+from tests.integration.pipeline.parity.beside_common import (
+    CUT,
+    UPDATES,
+    State,
+    assert_equal,
+    fit_half,
+)
 
 
 class Block(nn.Module):
@@ -148,7 +151,7 @@ class OfSequence(InLayers):
 
 
 class Itself(InLayers):
-    """Is the model, whose steps train a temperature, too."""
+    """Is the model, whose steps train a temperature, too; no trace takes `len` of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,12 +210,6 @@ def joined(ranks: list[State]) -> State:
     return {renamed(name): value for rank in ranks for name, value in rank.items()}
 
 
-def assert_equal(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    worst = max((float((found[n] - value).abs().max()), n) for n, value in expected.items())
-    assert worst[0] < 1e-12, worst
-
-
 # --- schedules -----------------------------------------------------------------------------------
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -249,17 +246,13 @@ def test_equals_layers_that_have_them(workers: WorkerPool, name: str) -> None:
 
 # --- layouts -------------------------------------------------------------------------------------
 
-CUT = PipelineConfig("zb_h1", 2)
 LAYOUTS: dict[str, Callable[[], Any]] = {
-    "stages": lambda: PipelineStrategy(num_microbatches=2),  # no trace, for it uses `len`
-    "replicas": lambda: PipelineStrategy(num_stages=2, num_microbatches=2),
-    "shards": lambda: MeshStrategy(pp=2, dp_shard=2, pipeline=CUT),
+    **common.LAYOUTS,
     "recomputed": lambda: MeshStrategy(
         pp=2, dp_shard=2, pipeline=CUT, shard=ShardConfig(activation_checkpointing="full")
     ),
     "tensor parallel": lambda: MeshStrategy(pp=2, tp=2, pipeline=CUT),
 }
-UPDATES: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 
 
 def fit_layout(name: str) -> list[State]:
@@ -279,21 +272,12 @@ def test_equals_a_single_device(
         assert_equal(joined([rank[kind] for rank in ranks]), fit(class_, 1, "auto", **UPDATES))
 
 
-def fit_half(devices: int) -> State:
-    batches: Any = [(x.float(), y) for x, y in make_loader()]
-    module = make_module(OfList).float()
-    strategy: Any = PipelineStrategy(num_microbatches=1) if devices > 1 else "auto"
-    trainer = make_trainer(devices=devices, strategy=strategy, callbacks=[MixedPrecision("bf16")])
-    trainer.fit(module, DataLoader(batches, batch_size=None), DataLoader(batches, batch_size=None))
-    return state_of(module)
-
-
 def test_computes_in_half_precision_as_a_single_device(
     workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = joined(workers.run(2, fit_half, 2))
+    found = joined(workers.run(2, fit_half, OfList, 2))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    expected = fit_half(1)
+    expected = fit_half(OfList, 1)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 

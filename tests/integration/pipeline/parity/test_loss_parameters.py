@@ -28,8 +28,14 @@ from tests.helpers.networks.models import (
     state_of,
 )
 from tests.helpers.processes.workers import WorkerPool
-
-State = dict[str, Tensor]
+from tests.integration.pipeline.parity import beside_common as common
+from tests.integration.pipeline.parity.beside_common import (
+    CUT,
+    UPDATES,
+    State,
+    assert_equal,
+    fit_half,
+)
 
 
 class Tail(nn.Module):
@@ -112,14 +118,6 @@ def joined(ranks: list[State]) -> State:
     return {name.replace("model.7.", ""): value for rank in ranks for name, value in rank.items()}
 
 
-def assert_equal(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    worst = max(
-        (float((found[name] - value).abs().max()), name) for name, value in expected.items()
-    )
-    assert worst[0] < 1e-12, worst
-
-
 # --- schedules -----------------------------------------------------------------------------------
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -159,17 +157,13 @@ def test_equals_a_last_layer_that_has_them(workers: WorkerPool, name: str) -> No
 # --- layouts -------------------------------------------------------------------------------------
 
 PLAN = {"model.*.linear": "colwise_gather"}
-CUT = PipelineConfig("zb_h1", 2)
 LAYOUTS: dict[str, Callable[[], Any]] = {
-    "stages": lambda: PipelineStrategy(num_microbatches=2),
-    "replicas": lambda: PipelineStrategy(num_stages=2, num_microbatches=2),
+    **common.LAYOUTS,
     "replicas of a mesh": lambda: MeshStrategy(pp=2, dp_replicate=2, pipeline=CUT),
-    "shards": lambda: MeshStrategy(pp=2, dp_shard=2, pipeline=CUT),
     "tensor parallel": lambda: MeshStrategy(
         pp=2, tp=2, pipeline=CUT, tensor=TensorConfig(plan=PLAN)
     ),
 }
-UPDATES: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 
 
 def fit_layout(name: str) -> tuple[State, list[float]]:
@@ -189,21 +183,12 @@ def test_equals_a_single_device(
         assert logged[0] == pytest.approx(metrics[0], abs=1e-12)
 
 
-def fit_half(devices: int) -> State:
-    batches: Any = [(x.float(), y) for x, y in make_loader()]
-    module = make_module(Beside).float()
-    strategy: Any = PipelineStrategy(num_microbatches=1) if devices > 1 else "auto"
-    trainer = make_trainer(devices=devices, strategy=strategy, callbacks=[MixedPrecision("bf16")])
-    trainer.fit(module, DataLoader(batches, batch_size=None), DataLoader(batches, batch_size=None))
-    return state_of(module)
-
-
 def test_computes_in_half_precision_as_a_single_device(
     workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = joined(workers.run(2, fit_half, 2))
+    found = joined(workers.run(2, fit_half, Beside, 2))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    expected = fit_half(1)
+    expected = fit_half(Beside, 1)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 

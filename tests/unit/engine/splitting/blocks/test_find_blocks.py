@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from lightning_dist.engine.splitting.blocks.find_blocks import blocks_of
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.find_layers import find_layers
 from lightning_dist.engine.splitting.split import find_split
@@ -148,3 +149,21 @@ def test_a_head_of_the_steps_is_beside_the_model(model: nn.Module, layers: str, 
 def test_what_is_not_clear_is_refused(module: nn.Module, layers: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_layers(module, layers)
+
+
+class Normed(Model):
+    """Has statistics and no weights ahead of the blocks, and a mode of its own behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(4, affine=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, tokens: Any) -> Any:
+        return self.head(self.body(self.statistics(tokens)))
+
+
+def test_statistics_are_those_of_the_stage_that_computes_them() -> None:
+    first, *_, last = blocks_of(Normed(), "body.blocks", "net").names
+    assert "statistics" in first
+    assert "dropout" not in (*first, *last)
