@@ -33,7 +33,6 @@ from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.distributed import RunArguments
-from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.base.model_checks import check_dense_gradients
 from lightning_dist.strategies.mesh import MeshStrategy, arguments_of
 from lightning_dist.strategies.mesh_runtime.first_call import share_first_batch
@@ -112,7 +111,6 @@ class AutoStrategy(MeshStrategy):
         if schedules is not None:
             self._request = replace(self._request, schedules=tuple(schedules))
         self._states = states_per_parameter
-        self._begun = BegunLoaders()
         self._ranking: Ranking | None = None
 
     @property
@@ -138,10 +136,6 @@ class AutoStrategy(MeshStrategy):
             for logger in trainer.loggers:
                 logger.log_hyperparams({_KEY: ranking.best.to_dict()})
         super().check_run(trainer)
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        return super().process_dataloader(self._begun.resume(dataloader))
 
     @override
     def extra_state(self) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from typing_extensions import override
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.ddp_options import Compression, GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig, OuterOptimizer, Wire
-from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
+from lightning_dist.engine.parallelize.composition import parallelize
+from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.loaders.uneven import UnevenInputs

@@ -13,11 +13,9 @@ to apply; any other applies the update of an earlier batch, with that batch's le
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, Unpack
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -25,7 +23,8 @@ from lightning_dist.engine.checkpoint.optimizer_state import keep_own_parameters
 from lightning_dist.engine.common.mesh_shape import DATA_AXES, MeshShape
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
-from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
+from lightning_dist.engine.parallelize.composition import parallelize
+from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.parallelize.separate_updates import check_separate_updates
 from lightning_dist.engine.pipeline.measurements import (
     MeasuredStages,
@@ -33,7 +32,6 @@ from lightning_dist.engine.pipeline.measurements import (
     predict_memory,
 )
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
-from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.splitting.config import (
     PipelineConfig,
@@ -43,17 +41,14 @@ from lightning_dist.engine.splitting.config import (
     share_among_stages,
     with_whole_batches,
 )
-from lightning_dist.engine.splitting.tracing.example import CallExample
-from lightning_dist.engine.splitting.tracing.split import TracedSplit
 from lightning_dist.strategies.base import lightning_internals, model_checks
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
-from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.base.run_setup import Step, StepContext
-from lightning_dist.strategies.mesh_runtime.first_call import first_call
+from lightning_dist.strategies.mesh_runtime.first_call import TracesModels
 from lightning_dist.strategies.mesh_runtime.replica_checks import check_whole
 from lightning_dist.strategies.mesh_runtime.synced_batch_norm import synchronise
 from lightning_dist.strategies.pipelining import checks
@@ -67,7 +62,7 @@ from lightning_dist.strategies.pipelining.session import Session
 from lightning_dist.strategies.pipelining.start_line import StartLine
 
 
-class PipelineStrategy(MeasuredStages, MovableLayers):
+class PipelineStrategy(MeasuredStages, TracesModels, MovableLayers):
     """Cuts a model into stages, one per rank, and trains it unchanged.
 
     The world size is the number of stages, over the stages per rank, times the data replicas.
@@ -150,10 +145,9 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
                 correction_steps=correction_steps,
                 transport=transport,
             )
-        super().__init__(config, **arguments)
+        super().__init__(config=config, **arguments)
         self._num_stages = num_stages
         self._num_microbatches = num_microbatches
-        self._begun = BegunLoaders()
         self._statistics: tuple[str, ...] = ()
         self._logged = [STALENESS, STASH_BYTES] * log_staleness + [DISCREPANCY] * log_discrepancy
 
@@ -209,21 +203,21 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         self.model = self.precision_plugin.convert_module(self.module)  # a trace builds dtypes in
         plugin = half_precision_of(self.precision_plugin)
         half = None if plugin is None else plugin.half
+        are_joint = self.is_fitting and self.mesh.data_size > 1 and self.has_joint_statistics
         asked = Parallelism(
-            self._config, shard=None, half=half, example=self._example(trainer, half)
+            self._config,
+            shard=None,
+            half=half,
+            example=self.example_of_call(trainer, half),
+            joint_statistics=self._statistics if are_joint else (),
         )
         self._known_split = parallelize(self.module, self.mesh_of_ranks, asked).split
-        if self.is_fitting and self.mesh.data_size > 1 and self.has_joint_statistics:
+        if are_joint:
             self._synchronise_statistics()
         if self.is_fitting and self._config.partition == "profile":
             self.check_layers_can_move()
 
     def _synchronise_statistics(self) -> None:
-        if isinstance(self._split, TracedSplit) and self._statistics:
-            raise ValueError(
-                "sync_batchnorm=True does not go with a model that is traced, for a graph has no"
-                " layers to exchange. Name its list of blocks with `layers=`, or take GroupNorm."
-            )
         replicas = self.device_group(*DATA_AXES, purpose="statistics")  # while others are in use
         with self._split.whole():  # other stages' layers may come here
             self._layer_sync = synchronise(self._layer_sync, self.module, replicas)
@@ -233,15 +227,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
         if self._layer_sync is not None:
             with self._split.whole():
                 self._layer_sync.revert(self.module)
-
-    def _example(self, trainer: pl.Trainer, half: HalfPrecision | None) -> CallExample:
-        """Returns the sources of an example call, should the module have to be traced."""
-        self._begun = BegunLoaders()
-        return CallExample(
-            self.module.example_input_array,
-            lambda: is_overridden("forward", self.module),
-            partial(first_call, trainer, half, self._begun),
-        )
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -282,10 +267,6 @@ class PipelineStrategy(MeasuredStages, MovableLayers):
             are_synced=self.has_joint_statistics,
         )
         self._undo += (add_first_callback(trainer, line),)
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        return super().process_dataloader(self._begun.resume(dataloader))
 
     @override
     def close_session(self) -> None:

@@ -12,8 +12,7 @@ module that runs its layers. So the user's module keeps the user's class.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -22,9 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.engine.checkpoint.saved_names import take_whole_tensors
 from lightning_dist.engine.common.device_mesh import axis
-from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.ddp_options import StepModule
-from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
+from lightning_dist.engine.data_parallel.wrapped_replica import WrappedReplica
+from lightning_dist.engine.parallelize.find_stages import find_stages
+from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions, return_no_views
@@ -33,18 +33,11 @@ from lightning_dist.engine.sharding.manual_steps import WithCalled, check_called
 from lightning_dist.engine.sharding.recompute import checkpoint_activations, choose_recomputed
 from lightning_dist.engine.sharding.wrap import ByClass, Unit, WrapPolicy
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary, describe
-from lightning_dist.engine.splitting.blocks.find_blocks import (
-    LayersNotFoundError,
-    SeveralListsError,
-)
-from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.cut import layers_of
 from lightning_dist.engine.splitting.find_layers import refuse_ties
 from lightning_dist.engine.splitting.find_loss_parameters import refuse_cuts
-from lightning_dist.engine.splitting.split import PipelineSplit, find_split
+from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.ties import cut_differently
-from lightning_dist.engine.splitting.tracing.example import CallExample
-from lightning_dist.engine.splitting.tracing.split import find_traced_split, is_traced
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule, check_not_sharded
 from lightning_dist.engine.tensor_parallel.config import TensorConfig, resolve_plan
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
@@ -65,37 +58,6 @@ _TWO_SHARDS = (
     "These stages are on one rank, and each of them is sharded by itself, so the parameter would"
     " become two. Use schedule='1f1b', whose ranks have one stage each."
 )
-
-
-@dataclass(frozen=True)
-class Parallelism:
-    """The parallelisms that a user asks for.
-
-    Attributes:
-        pipeline: How the model is cut into stages; None for no stages.
-        tensor: How tensor parallelism shards the layers.
-        shard: How FSDP shards the parameters over the data axes; None leaves them whole, and the
-            cut to :class:`.Pipeline`, so that an optimizer can first see the whole model.
-        sharding: FSDP's options, from ``shard`` and the precision.
-        half: The modules that compute in half precision, from ``MixedPrecision``.
-        is_manual: Whether a step calls backward and updates by itself.
-        example: Sources of an example call, by which a model without layers is traced; None traces
-            no model.
-        data_axes: The axes of the mesh that FSDP shards over, or averages each step's gradients
-            over; none, and ``shard`` only says which units compile and recompute.
-        replicas: How whole replicas average their gradients; None averages none. A replica is on
-            its device already, and equal on all ranks.
-    """
-
-    pipeline: PipelineConfig | None = None
-    tensor: TensorConfig = field(default_factory=TensorConfig)
-    shard: ShardConfig | None = field(default_factory=ShardConfig)
-    sharding: ShardingOptions = field(default_factory=ShardingOptions)
-    half: HalfPrecision | None = None
-    is_manual: bool = False
-    example: CallExample | None = None
-    data_axes: tuple[str, ...] = DATA_AXES
-    replicas: ReplicaOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +102,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
     Raises:
         ValueError: A policy or plan matches no module, or a size is not divisible.
     """
-    split = None if asked.pipeline is None else _find_split(module, mesh, asked.pipeline, asked)
+    split = None if asked.pipeline is None else find_stages(module, mesh, asked.pipeline, asked)
     keeps = _keep_all if split is None else split.keeps
     units = _on_this_rank(module, _choose_units(module, asked, split), keeps)
     if asked.is_manual:
@@ -183,7 +145,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         whole = [] if split is None else split.layers.placed_here()
         for root in roots if split is not None else ():  # users' steps get what they return
             return_no_views(root)
-        shards = fully_shard(roots, module, new, data_mesh, sharding, inner, whole)
+        mirror = None if split is None else split.layers.mirror
+        shards = fully_shard(roots, module, new, data_mesh, sharding, inner, whole, mirror)
     take_whole_tensors(module)
     replica = None if asked.replicas is None else WrappedReplica(module, asked.replicas)
     return ParallelModule(
@@ -199,50 +162,6 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         is_manual=asked.is_manual,
         replica=replica,
     )
-
-
-def _find_split(
-    module: nn.Module, mesh: DeviceMesh, config: PipelineConfig, asked: Parallelism
-) -> PipelineSplit:
-    """Finds the layers by name, or else by a trace if there is an example of a call."""
-    stages = axis(mesh, "pp")
-    size, rank = (1, 0) if stages is None else (stages.size(), stages.get_local_rank())
-    goes_on = config.layers == "auto" and is_traced(module)
-    not_found: LayersNotFoundError | None = None
-    if asked.example is None or not (config.is_traced or goes_on):
-        try:
-            return find_split(module, config, size, rank)
-        except LayersNotFoundError as error:
-            not_found = error
-    if asked.example is None:
-        with suppress(LayersNotFoundError):  # there is no trace to prefer
-            return find_split(module, config, size, rank, by_forwards=True)
-        if isinstance(not_found, SeveralListsError):
-            raise ValueError(str(not_found))
-        raise ValueError(
-            f"Use PipelineStrategy(num_stages={size}), which finds layers in other modules by"
-            f" tracing them, or leave out pp={size}. To cut it on a mesh: {not_found}"
-        )
-    tensor = axis(mesh, "tp")
-    if asked.shard is not None or (tensor is not None and tensor.size() > 1):
-        raise ValueError(
-            "Pass Parallelism(shard=None) and a mesh without 'tp' for a model that is traced, or"
-            " name its list of layers with PipelineConfig(layers=...): the layers of a trace are"
-            " graphs, which have no modules to shard."
-        )
-    try:
-        return find_traced_split(module, config, size, rank, asked.half, asked.example)
-    except ValueError as error:
-        if not_found is not None and not is_traced(module):
-            with suppress(LayersNotFoundError):  # its head may be what cannot be traced
-                return find_split(module, config, size, rank, by_forwards=True)
-        if isinstance(not_found, SeveralListsError):  # a name of a list is the simplest way
-            raise ValueError(f"{not_found} Tracing it failed, too: {error}") from None
-        if not_found is None or is_traced(module):
-            raise
-        raise ValueError(
-            f"{error} Or change the model so that it needs no trace. {not_found}"
-        ) from None
 
 
 def _compile(
@@ -313,6 +232,8 @@ def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | 
     if policy.is_manual:
         parts = module.named_modules()
         return [Unit(name) for name, part in parts if name and isinstance(part, FSDPModule)]
+    if split is not None and split.layers.mirror is not None:
+        return []  # of a traced stage no module is called
     is_possible = _keep_all if split is None else split.is_in_a_layer
     if asked.is_manual:
         policy = WithCalled(policy)

@@ -38,6 +38,8 @@ from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.patch import replacement
 from lightning_dist.engine.tensors.tree import alias_of, map_tensors
 
+_MIRROR = "mirror"
+
 
 def forget_step(root: nn.Module) -> None:
     """Resets all units: their parameters are sharded, and no gradients are pending."""
@@ -168,6 +170,7 @@ def shard(
     options: ShardingOptions,
     kept: nn.Module | None = None,
     whole: Iterable[nn.Parameter] = (),
+    mirror: nn.Module | None = None,
 ) -> tuple[FSDPModule, ...]:
     """Shards a module in place.
 
@@ -181,6 +184,8 @@ def shard(
         kept: Holds modules inside of the units, whose parameters stay in fp32 and are gathered
             together for its own call; None for none.
         whole: Parameters that each rank keeps whole, besides those that cannot be divided.
+        mirror: Has the roots' parameters, too, and has the gathered ones while the roots do; it is
+            not called.
 
     Returns:
         The roots.
@@ -223,12 +228,14 @@ def shard(
     # A root's input is the user's batch, targets too: their dtype is not ours to change.
     for root in roots:
         usual = of_complex if root in are_complex else precision
-        shard_one(
-            root,
-            reshard_after_forward=options.reshard_after_forward,
-            mp_policy=replace(usual, cast_forward_inputs=False),
-            ignored_params=apart | left_whole,
-        )
+        others = set() if mirror is None else {*mirror.parameters()} - {*root.parameters()}
+        with _with_mirror(root, mirror):
+            shard_one(
+                root,
+                reshard_after_forward=options.reshard_after_forward,
+                mp_policy=replace(usual, cast_forward_inputs=False),
+                ignored_params=apart | left_whole | others,
+            )
     for name, parameter in module.named_parameters():  # FSDP2 has replaced them
         vars(parameter).update(attributes.get(name, {}))
     return tuple(root for root in roots if isinstance(root, FSDPModule))
@@ -246,6 +253,19 @@ def return_no_views(root: nn.Module) -> None:
         return map_tensors(alias, output)
 
     root.register_forward_hook(replace_views)
+
+
+@contextmanager
+def _with_mirror(root: nn.Module, mirror: nn.Module | None) -> Iterator[None]:
+    """Returns a context manager in which FSDP2 finds a root's parameters in one more module."""
+    if mirror is None:
+        yield
+        return
+    root.add_module(_MIRROR, mirror)
+    try:
+        yield
+    finally:
+        delattr(root, _MIRROR)
 
 
 def is_indivisible(parameter: Tensor) -> bool:

@@ -76,6 +76,11 @@ class Layers:
         """What belongs to a layer's stage, but to none of its submodules."""
         return (self.of_loss,)
 
+    @property
+    def mirror(self) -> nn.Module | None:
+        """A module that has the layers' parameters, too, for users to read, but runs none."""
+        return None
+
     def layer_of(self, placed: PlacedParameters) -> int:
         """Returns the layer with whose stage some of :attr:`placed` are."""
         return 0 if placed.is_first else len(self) - 1
@@ -90,6 +95,9 @@ class Layers:
         It has them under their own names, and is called with the result of :meth:`layer_input`.
         """
         raise NotImplementedError
+
+    def take_replaced(self) -> None:
+        """Takes new parameters that have replaced others in the module."""
 
     def layer_input(
         self, is_first: bool, received: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]

@@ -37,11 +37,6 @@ def check_mesh(
             "partition='profile' moves layers when it has measured, and here they are in shards."
             " Use partition='parameters' or the layers per stage, or PipelineStrategy."
         )
-    if pipeline.is_traced:
-        raise ValueError(
-            f"layers={pipeline.layers!r} runs a module without calling its parts, where parameters"
-            " are gathered. Use PipelineStrategy(layers='trace')."
-        )
     if (sizes["pp"] > 1 or sizes["tp"] > 1) and shard.policy.is_manual:
         raise ValueError(
             f"wrap='manual' with pp={sizes['pp']}, tp={sizes['tp']}: `configure_model` would shard"

@@ -10,23 +10,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_dist.engine.precision.casts import as_in_step
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.splitting.tracing.example import Arguments, watch_call
+from lightning_dist.engine.splitting.tracing.example import Arguments, CallExample, watch_call
 from lightning_dist.engine.tensors.module_state import state_kept
 from lightning_dist.engine.tensors.patch import replace_method
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.tree import map_tensors, own_copy
 from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.loaders.first_batch import BegunLoaders, read_first_batch
+from lightning_dist.strategies.base.run_setup import RunSetup
 from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZeroCalls
 
 _STEPS: dict[TrainerFn | None, tuple[str, str]] = {
@@ -39,6 +43,26 @@ _SET_AN_EXAMPLE = (
     " Set `self.example_input_array` in the LightningModule: a tensor, a tuple of positional"
     " arguments or a dict of named ones, like a small batch, in shape and dtype."
 )
+
+
+class TracesModels(RunSetup):
+    """Base of the strategies that trace a model by its call in the first batch."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._begun = BegunLoaders()
+
+    def example_of_call(self, trainer: pl.Trainer, half: HalfPrecision | None) -> CallExample:
+        """Returns the sources of an example call, should the module have to be traced."""
+        return CallExample(
+            self.module.example_input_array,
+            lambda: is_overridden("forward", self.module),
+            partial(first_call, trainer, half, self._begun),
+        )
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return super().process_dataloader(self._begun.resume(dataloader))
 
 
 def first_call(

@@ -20,7 +20,8 @@ from lightning_dist.engine.common.device_mesh import axis
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.replicas import broadcast_state
-from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
+from lightning_dist.engine.parallelize.composition import parallelize
+from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.pipeline.measurements import predict_memory
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, replicated, sharded
@@ -39,6 +40,7 @@ from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.precision_plugin import half_precision_of, param_dtype_of
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import checks, replica_checks
+from lightning_dist.strategies.mesh_runtime.first_call import TracesModels
 from lightning_dist.strategies.mesh_runtime.hook_check import check_hooks
 from lightning_dist.strategies.mesh_runtime.kept_sharding import KeptSharding, find_sharding
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_rounds
@@ -48,7 +50,7 @@ from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 from lightning_dist.strategies.pipelining.checks import find_statistics_of_all
 
 
-class ShardedPlacement(LocalReplicas):
+class ShardedPlacement(TracesModels, LocalReplicas):
     """Base class; see the module's docstring."""
 
     def __init__(
@@ -60,7 +62,7 @@ class ShardedPlacement(LocalReplicas):
         local: LocalConfig = LocalConfig(),  # noqa: B008  (it is frozen)
         **arguments: Any,
     ) -> None:
-        super().__init__(local, **arguments)
+        super().__init__(local=local, **arguments)
         self._pipeline_config = pipeline
         self._shard_config = shard
         self._tensor_config = tensor
@@ -173,7 +175,7 @@ class ShardedPlacement(LocalReplicas):
     @override
     def place_model(self, trainer: pl.Trainer) -> None:
         if self._sharded is None or self._sharded.module is not self.module:
-            self._sharded = self._taken_over() or self._shard()
+            self._sharded = self._taken_over() or self._shard(trainer)
         if self.is_fitting and not (self.is_manual or self.module.automatic_optimization):
             raise ValueError(
                 "The module was sharded for automatic optimization, which is off now. Set it in"
@@ -207,7 +209,7 @@ class ShardedPlacement(LocalReplicas):
             half.convert_module(self.module)  # which it is already; it learns of the module
         return sharded
 
-    def _shard(self) -> ShardedModule:
+    def _shard(self, trainer: pl.Trainer) -> ShardedModule:
         replica_checks.check_module(self.module, self.world_group)
         if self.replicates(self.mesh):
             replica_checks.check_whole(self.module)
@@ -224,7 +226,7 @@ class ShardedPlacement(LocalReplicas):
         state = [*self.module.parameters(), *self.module.buffers()]
         present = [t for t in state if not t.is_meta and not is_dtensor(t)]
         broadcast_state(present, self.device_group(*self.mesh.sizes))
-        sharded = self._composed()
+        sharded = self._composed(trainer)
         is_offloaded = self._shard_config.offload == "cpu"
         self._deferred.fill(self.module, self.root_device, offloaded=is_offloaded)
         if isinstance(sharded, StagedModule):
@@ -256,7 +258,7 @@ class ShardedPlacement(LocalReplicas):
             half=None if plugin is None else plugin.half,
         )
 
-    def _composed(self) -> ShardedModule:
+    def _composed(self, trainer: pl.Trainer) -> ShardedModule:
         config, statistics = self._pipeline_config, tuple[str, ...]()
         asked = self.parallelism(self.mesh)
         if self.is_replica:
@@ -265,7 +267,9 @@ class ShardedPlacement(LocalReplicas):
         if self.mesh.pp > 1:
             statistics = find_statistics_of_all(self.module, self.world_group)
             config = with_whole_batches(config, self.mesh.pp) if statistics else config
-            asked = replace(asked, pipeline=config)
+            example = self.example_of_call(trainer, asked.half)
+            joint = statistics if self._layer_sync is not None else ()
+            asked = replace(asked, pipeline=config, example=example, joint_statistics=joint)
         composed = parallelize(self.module, self.mesh_of_ranks, asked)
         ties = () if composed.split is None else composed.split.ties
         if ties and self._local_config.fragments > 1:

@@ -81,6 +81,7 @@ class StagedModule(ShardedModule):
     def take_replaced(self) -> None:
         """Takes new parameters of the module, which have replaced others, where it keeps them."""
         tie_again(self._split.layers, self._split.ties)
+        self._split.layers.take_replaced()
         for stage, root in self._root_of.items():
             put_placed(self._split.layers, self._split.layers_per_stage, stage, root)
 

@@ -21,7 +21,6 @@ REPLICATED = ("DDPStrategy()", "FSDPStrategy()", "MeshStrategy()")
 CHANGES = {
     "Pass layers=": "`layers=`",
     "Pass plan=": "`plan=`",
-    "Use PipelineStrategy(": "`PipelineStrategy`",
 }
 """How the errors begin that end a run at once, and what the table calls the change."""
 

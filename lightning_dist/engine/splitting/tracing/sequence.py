@@ -61,6 +61,11 @@ class TracedLayer(nn.Module):
         # Not from `named_parameters`: versions of weights stand in their places at times.
         return {name: self._parameters[key] for name, key in self._keys.items()}  # type: ignore[misc]
 
+    def take_from(self, module: nn.Module) -> None:
+        """Takes the parameters that the traced module has at present."""
+        for name, key in self._keys.items():
+            self._parameters[key] = module.get_parameter(name)
+
     def forward(self, values: Any) -> Any:
         """Runs the layer on the output of the layer before, or the leaves of the call."""
         return self._program.run(self._index, values, self.named_tensors())
@@ -140,6 +145,17 @@ class TracedLayers(LayerSequence):
         names = self.program.names[layer_index]
         buffers = names - self._parameters_of(layer_index).keys()
         return {name: self.users_module.get_buffer(name) for name in buffers}
+
+    @property
+    @override
+    def mirror(self) -> nn.Module:
+        return self.users_module
+
+    @override
+    def take_replaced(self) -> None:
+        for part in self.parts():
+            if isinstance(part.module, TracedLayer):
+                part.module.take_from(self.users_module)
 
     @override
     def attach(self, device: torch.device) -> None:

@@ -30,7 +30,8 @@ from lightning_dist.engine.common.device_mesh import axis, build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.comms.links import ChannelEnds
 from lightning_dist.engine.data_parallel.replicas import average, average_gradients
-from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
+from lightning_dist.engine.parallelize.composition import ParallelModule, parallelize
+from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions

@@ -29,8 +29,9 @@ from lightning_dist.engine.comms.channel import PeerLostError
 from lightning_dist.engine.comms.connect import connect
 from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.data_parallel.replicas import average_gradients
-from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
+from lightning_dist.engine.parallelize.composition import ParallelModule, parallelize
 from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
+from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import pytest
@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.composition import Parallelism, ParallelModule, parallelize
+from lightning_dist.engine.parallelize.composition import ParallelModule, parallelize
+from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.wrap import AnyOf, ByClass, ByName
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.tracing.example import Arguments, CallExample
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
 from recipes.gpt import GPT
@@ -314,57 +314,3 @@ def test_what_is_compiled(
     monkeypatch.setattr(torch, "compile", note)
     with made(shape, rank, ShardConfig(wrap=wrap, compile=True)):
         assert found == compiled
-
-
-def observe_nothing(traced: nn.Module, path: str) -> Arguments:
-    raise AssertionError(f"{path} has an example, or is not traced")
-
-
-def test_a_trace_is_not_sharded() -> None:
-    example = CallExample(None, lambda: False, observe_nothing)
-    asked = Parallelism(PipelineConfig(layers="trace"), example=example)
-    with fake_rank(0, 2):
-        mesh = build_mesh(MeshShape(pp=2), "cpu")
-        with pytest.raises(ValueError, match=r"^Pass Parallelism\(shard=None\)"):
-            parallelize(Module(), mesh, asked)
-
-
-class Towers(nn.Module):
-    """Two lists of blocks, as a Hugging Face model has them, and an embedding before each."""
-
-    config = None
-    pp_plan: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, SIZE)
-        self.left = nn.ModuleList(Block() for _ in range(2))
-        self.right = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
-        for block in self.left:
-            hidden = block(hidden)
-        hidden = hidden + self.embed(tokens)
-        for block in self.right:
-            hidden = block(hidden)
-        return hidden @ self.embed.weight.T
-
-
-class WithTowers(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Towers()
-        self.example_input_array = torch.arange(4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens)
-
-
-def test_lists_of_blocks_are_named_first_where_a_trace_fails() -> None:
-    module = WithTowers()
-    example = CallExample(module.example_input_array, lambda: True, observe_nothing)
-    asked = Parallelism(PipelineConfig(), shard=None, example=example)
-    expected = r"^Pass layers='model.left' or .* Tracing it failed, too: .* finds too few layers"
-    with fake_rank(0, 2), pytest.raises(ValueError, match=expected):
-        parallelize(module, build_mesh(MeshShape(pp=2), "cpu"), asked)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_mesh import build_mesh
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.parallelize.composition import Parallelism, parallelize
+from lightning_dist.engine.parallelize.composition import parallelize
+from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank
