@@ -132,7 +132,8 @@ class DDPStrategy(LocalReplicas):
     @override
     def check_run(self, trainer: pl.Trainer) -> None:
         super().check_run(trainer)
-        replica_checks.check_compressible(self.module, self._exchange.compression)
+        if self.is_fitting:
+            replica_checks.check_compressible(self.module, self._exchange.compression)
 
     @override
     def place_model(self, trainer: pl.Trainer) -> None:
@@ -236,11 +237,6 @@ class DDPStrategy(LocalReplicas):
         if self._uneven is not None:
             self._uneven.begin_backward(closure_loss)
         super().pre_backward(closure_loss)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        self.end_backward()
-        self.seed_update()
 
     @override
     def update(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:

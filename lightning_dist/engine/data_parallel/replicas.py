@@ -14,6 +14,7 @@ from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.tensors.dtensor import is_dtensor, local_part
 
 _BUCKET_BYTES = 25 * 2**20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @torch.no_grad()
@@ -23,8 +24,28 @@ def broadcast_state(tensors: Iterable[Tensor], group: DeviceGroup) -> None:
         return
     for tensor in tensors:
         sent = tensor.detach().to(group.device).contiguous()
-        dist.broadcast(sent, group_src=0, group=group.group)
+        # As bytes, for backends do not take all dtypes.
+        dist.broadcast(sent.reshape(-1).view(torch.uint8), group_src=0, group=group.group)
         tensor.copy_(sent)
+
+
+@torch.no_grad()
+def find_difference(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> str | None:
+    """Returns the name of the first tensor whose bits differ between ranks, if there is one.
+
+    Collective: every rank of the gloo group must call it, with tensors of the same names and sizes.
+    """
+    names, tensors = zip(*named, strict=True)
+    sums = torch.stack([_sum_of_bits(tensor) for tensor in tensors])
+    extremes = torch.stack([sums, -sums])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    found = (extremes[0] != -extremes[1]).nonzero()
+    return names[int(found[0])] if len(found) else None
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return values.view(_INTEGERS[values.itemsize]).sum(dtype=torch.int64).cpu()
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ static graph the wrapper records the graph in its first backward and always aver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -52,14 +52,42 @@ class WrappedReplica:
     def __init__(self, module: nn.Module, options: ReplicaOptions) -> None:
         self._module = module
         self._options = options
-        self._exchange = exchange = options.exchange
+        self._exchange = options.exchange
         self._is_automatic = options.is_automatic
         self._ddp: DistributedDataParallel | None = None
         self._keeps_gradients = False
-        self._trainable = TrainableSet(module, options.control_group)
+        self._has_averaged = False
+        self._start()
+
+    def _start(self) -> None:
+        self._parameters = {*self._module.parameters()}
+        self._trainable = TrainableSet(self._module, self._options.control_group)
         self._missing: MissingGradients | None = None
-        if not (exchange.find_unused_parameters or exchange.static_graph):
-            self._missing = MissingGradients(module, options.make_notes())
+        if not (self._exchange.find_unused_parameters or self._exchange.static_graph):
+            self._missing = MissingGradients(self._module, self._options.make_notes())
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Returns whether a parameter was in the module when it was looked at last."""
+        return parameter in self._parameters
+
+    def restart(self) -> None:
+        """Looks at the module's parameters again. Collective: every rank must call it."""
+        self.close(failed=False)
+        self._start()
+
+    def check_averaged(self, parameters: Iterable[Tensor]) -> None:
+        """Checks that the gradients of an update have come by this class, if the step makes them.
+
+        Raises:
+            ValueError: No backward has been announced so far.
+        """
+        is_usual = self._has_averaged or self._is_automatic() or self._options.group.size == 1
+        if not is_usual and any(p.grad is not None for p in parameters):
+            raise ValueError(
+                "The gradients are this rank's own, so replicas would drift apart. With"
+                " `automatic_optimization = False` call `self.manual_backward(loss)` in place of"
+                " `loss.backward()`: it averages the gradients of all replicas."
+            )
 
     @property
     def ddp(self) -> DistributedDataParallel:
@@ -103,6 +131,7 @@ class WrappedReplica:
         """Runs a training step."""
         if is_local or (self._ddp is None and self._keeps_gradients):
             return step(*arguments, **keywords)
+        self.wrap()  # an `optimizer_step` may run the closure by itself
         if self._is_automatic():
             return self.ddp(step, *arguments, **keywords)
         # The step calls backward itself; when it has returned there is nothing to prepare.
@@ -113,6 +142,7 @@ class WrappedReplica:
         """Prepares for a backward."""
         if is_local:
             return
+        self._has_averaged = True
         if not self._is_automatic():
             self.ddp.require_backward_grad_sync = True
             prepare_for_backward(self.ddp, loss)

@@ -195,7 +195,7 @@ class DistributedStrategy(ProcessMesh):
             self._loaders = ReplicaLoaders(channel)
         if self.mesh.data_size == 1:
             lightning_loaders.keep_users_samplers(self.module.trainer)
-        share_random_state(self.group("pp", "tp"), self.root_device)
+        share_random_state(self.world_group, self.root_device)  # `setup` may divide a dataset
         self.device_group(*DATA_AXES)  # here all ranks are; a value may be logged on some alone
 
     def _agree_on_start(self) -> None:

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.callbacks import WeightAveraging
@@ -33,7 +35,8 @@ from lightning_dist.strategies.mesh_runtime import replica_checks
 from lightning_dist.strategies.mesh_runtime.synced_batch_norm import synchronise
 from lightning_dist.strategies.pipelining.start_line import explain_own_statistics
 
-_HOOKS, _ITERATORS, _ORDER, _UPDATE = range(4)  # uses of the random numbers that all ranks share
+# Uses of the random numbers that all ranks share.
+_HOOKS, _ITERATORS, _ORDER, _UPDATE, _BATCH = range(5)
 
 
 class DataParallelStrategy(RunSetup):
@@ -134,8 +137,26 @@ class DataParallelStrategy(RunSetup):
         return super().reduce(tensor, group, reduce_op)
 
     @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        if self._evaluation_lengths is not None and group in (None, dist.group.WORLD):
+            self._evaluation_lengths.combine_in_step()
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
     def before_reading(self) -> None:
         self.seed_data_rank(reading=True)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """As Lightning's; hooks ahead of a training step, which may write weights, draw alike."""
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self.module.trainer.training:
+            self._seed_alike(_BATCH)
+        return batch
 
     @override
     def begin_epoch(self) -> None:

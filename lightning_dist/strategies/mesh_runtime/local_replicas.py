@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import gather_objects
@@ -23,9 +26,11 @@ from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.data_parallel.ddp_options import GradientExchange
 from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.data_parallel.local_sgd import LocalSGD, OuterSteps
+from lightning_dist.engine.data_parallel.replicas import broadcast_state, find_difference
 from lightning_dist.engine.data_parallel.wrapped_replica import ReplicaOptions, WrappedReplica
 from lightning_dist.strategies.base.model_checks import check_learning_rates, check_own_averages
 from lightning_dist.strategies.base.rank_view import RankView
+from lightning_dist.strategies.base.run_setup import Closure
 from lightning_dist.strategies.mesh_runtime.data_parallel import DataParallelStrategy
 
 _MOMENTUM = "outer_momentum"  # a checkpoint's key
@@ -33,6 +38,8 @@ _MOMENTUM = "outer_momentum"  # a checkpoint's key
 
 class LocalReplicas(DataParallelStrategy):
     """Base class; see the module's docstring."""
+
+    _has_warned = False
 
     def __init__(self, local: LocalConfig, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -85,14 +92,66 @@ class LocalReplicas(DataParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._take_new_parameters()
         if self._replica is not None:
             # Behind the hooks that freeze and unfreeze, ahead of all contexts of the step.
             self._replica.begin_batch(is_local=self.is_local)
+
+    def _take_new_parameters(self) -> None:
+        """Averages parameters that hooks have added, too. Collective: every rank must call it.
+
+        Raises:
+            ValueError: The replicas average their weights by a plan of the parameters.
+        """
+        if self._replica is None:
+            return
+        groups = (
+            group["params"] for optimizer in self.optimizers for group in optimizer.param_groups
+        )
+        if all(map(self._replica.knows, chain.from_iterable(groups))):
+            return
+        if self._local_config.averages_weights:
+            raise ValueError(
+                "The optimizer has parameters that were not there at the start of the run, and"
+                f" local={self._local_config} averages those that were. Add them in"
+                " `configure_model`, or start another run."
+            )
+        self._replica.restart()
+        broadcast_state(self.module.parameters(), self.data_device_group)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
+    ) -> Any:
+        if isinstance(optimizer, LBFGS) and self.mesh.data_size > 1 and not self.is_local:
+            closure = partial(self._mean_of, closure)  # all ranks must take the same step lengths
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _mean_of(self, closure: Closure) -> Any:
+        loss = closure()
+        return self.reduce(loss.detach()) if isinstance(loss, Tensor) else loss
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._replica is not None:
             self._replica.begin_backward(closure_loss, is_local=self.is_local)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """As Lightning's, but gradients are complete before ``on_after_backward``."""
+        self.pre_backward(closure_loss)
+        plugin, module = self.precision_plugin, self.module
+        loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(loss, module, optimizer, *args, **kwargs)
+        self.complete_backward()
+        self.seed_update()
+        return plugin.post_backward(loss, module)
+
+    def complete_backward(self) -> None:
+        """Completes the gradients behind a backward."""
+        self.end_backward()
 
     def end_backward(self) -> None:
         """Completes the gradients of a wrapped replica, if this backward was to average them."""
@@ -104,6 +163,7 @@ class LocalReplicas(DataParallelStrategy):
         """Wraps a step and the update that it brings."""
         if not self.is_local:
             if self._replica is not None:
+                self._replica.check_averaged(self.module.parameters())
                 self._replica.wrap()
             yield
             return
@@ -147,6 +207,19 @@ class LocalReplicas(DataParallelStrategy):
         super().check_optimizers_agree()
         if self.is_running and self.has_plain_state and not self.replicas_step_alone:
             check_learning_rates(self.optimizers, self.data_group)
+            self._compare_weights()
+
+    def _compare_weights(self) -> None:
+        """Warns of weights that have drifted apart. Collective: every rank must call it."""
+        name = find_difference(self.module.named_parameters(), self.data_group)
+        if name is not None and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"The replicas have other values of {name!r}. Gradients are averaged, so something"
+                " else differs: a hook or a step that writes weights or gradients by random numbers"
+                " or on one rank only, or an optimizer that follows one rank's loss. Each replica"
+                " goes on with its own; a checkpoint has rank 0's."
+            )
 
     # --- checkpoints -------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, get_args
 
 import lightning.pytorch as pl
@@ -111,7 +111,8 @@ def check_compressible(module: nn.Module, compression: str) -> None:
     """Checks that each gradient can be compressed."""
     if compression != "none":
         check_dense_gradients(module, "compressed messages")
-    without = [n for n, p in module.named_parameters() if p.ndim == 0 or p.numel() == 0]
+    trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    without = [n for n, p in trained if p.ndim == 0 or p.numel() == 0]
     if compression == "powersgd" and without:
         raise ValueError(
             f"compression='powersgd' cannot make matrices of {some_names(without)}, which have no"
@@ -173,6 +174,18 @@ def check_served_optimizers(optimizers: Sequence[Optimizer], num_servers: int) -
         raise ValueError(
             f"num_servers={num_servers} are more than the optimizer's {count} parameters, and a"
             f" server has whole tensors. Pass num_servers={count} or fewer."
+        )
+    inner = [name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+    if inner:
+        raise ValueError(
+            f"{type(optimizer).__name__} steps by another optimizer, {inner[0]!r}, which has this"
+            " process's weights, and a server has others. Use that one alone, or DDPStrategy."
+        )
+    needs_closure = signature(optimizer.step).parameters.get("closure")
+    if needs_closure is not None and needs_closure.default is Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} computes gradients by a closure, and a server has no step"
+            " to run. Use another optimizer, or DDPStrategy."
         )
     if num_servers > 1:
         check_separate_updates(optimizer, "server")

@@ -189,9 +189,9 @@ class ShardedStrategy(ShardedPlacement):
             self._hook_check.check(accumulating=self._is_accumulating)
         if is_overridden_by_user(_BETWEEN_PASSES, self.module):
             self.sharded.written.keep()
-        loss = self.sharded.backward(closure_loss, default, accumulating=self._is_accumulating)
-        self.seed_update()
-        return loss
+        if self.mesh.pp > 1:  # whose backwards have run in the step
+            self.seed_update()
+        return self.sharded.backward(closure_loss, default, accumulating=self._is_accumulating)
 
     @override
     def update(self, optimizer: Optimizer, closure: Closure, apply: Closure) -> Any:
@@ -201,7 +201,7 @@ class ShardedStrategy(ShardedPlacement):
         return result
 
     @override
-    def post_backward(self, closure_loss: Tensor) -> None:
+    def complete_backward(self) -> None:
         if not self._is_accumulating:
             self._complete_gradients()
 

@@ -33,6 +33,14 @@ class LoaderProxy:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a public attribute of the loader, such as a sampler's batch size, on the loader."""
+        is_own = hasattr(type(self), name) or name in LoaderProxy.__annotations__
+        if name.startswith("_") or is_own or not hasattr(self._loader, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._loader, name, value)
+
     @property
     def _iterator(self) -> Any:
         """The iterator that torch's loader keeps; Lightning ends its workers."""

@@ -39,12 +39,13 @@ class SendingLoader(LoaderProxy):
         is_reading: Whether the user's loader is making a batch at this moment.
     """
 
+    is_reading = False
+
     def __init__(self, loader: Any, number: int, all_loaders: ReplicaLoaders) -> None:
         super().__init__(loader)
         self._number = number
         self._all = all_loaders
         self._epoch = 0
-        self.is_reading = False
 
     def __iter__(self) -> Iterator[Any]:
         """Begins an epoch."""
@@ -80,12 +81,13 @@ class ReceivingLoader(LoaderProxy):
     ``length`` is the number of batches of an epoch on the first rank, if known.
     """
 
+    length: int | None = None
+
     def __init__(self, loader: Any, number: int, all_loaders: ReplicaLoaders) -> None:
         super().__init__(loader)
         self._number = number
         self._all = all_loaders
         self._epoch = 0
-        self.length: int | None = None
         if self.has_state:  # the first rank has it
             self.state_dict = dict
             self.load_state_dict = lambda _: None

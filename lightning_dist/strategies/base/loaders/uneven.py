@@ -33,10 +33,11 @@ class ProlongedLoader(LoaderProxy):
         position: Place in the epoch of the batch that was yielded last.
     """
 
+    position = -1
+
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader)
         self._length = length
-        self.position = -1
 
     @override
     def __len__(self) -> int:

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lightning_dist import MeshStrategy
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.splitting.tracing.example import Arguments, CallExample
 from lightning_dist.engine.splitting.tracing.split import TracedSplit, find_traced_split
@@ -164,8 +163,3 @@ def test_what_steps_use_behind_a_trace_is_the_last_stages(width: int, layers: st
 def test_is_refused(class_: type[L.LightningModule], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find(class_(), **options)
-
-
-def test_a_mesh_refuses_traces() -> None:
-    with pytest.raises(ValueError, match=r"without calling its parts.*PipelineStrategy"):
-        MeshStrategy(pp=2, pipeline=PipelineConfig(layers="trace"))
