@@ -27,7 +27,8 @@ from lightning_dist.engine.parallelize.find_stages import find_stages
 from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.sharding.fully_shard import ShardingOptions, return_no_views
+from lightning_dist.engine.sharding.call_hooks import return_no_views
+from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.fully_shard import shard as fully_shard
 from lightning_dist.engine.sharding.manual_steps import WithCalled, check_called
 from lightning_dist.engine.sharding.recompute import checkpoint_activations, choose_recomputed

@@ -113,7 +113,8 @@ def explain_shard_errors() -> Iterator[None]:
                 " behind a linear layer that is a unit, say): leave `inplace=True` out, or let"
                 " `wrap=` name the module around both. Or the forward takes gradients itself, as"
                 " `torch.autograd.grad(..., create_graph=True)` does for forces, and shards are"
-                " gathered for one backward only: use DDPStrategy."
+                " gathered for one backward only: use DDPStrategy. Or a unit leaves its result in a"
+                " dict that it was given: let it return it."
                 f" ({str(error).splitlines()[0]})"
             ) from error
         if not _is_of_a_part(error):

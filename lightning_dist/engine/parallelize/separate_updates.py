@@ -78,7 +78,11 @@ def _updated(optimizer: Optimizer, last_gradient: float) -> list[Tensor]:
     """Runs a copy of an optimizer; returns all parameters but the last."""
     given = [p for group in optimizer.param_groups for p in group["params"]]
     memo: dict[int, Any] = {id(p): _small(p) for p in given}
-    copy = deepcopy(optimizer, memo)
+    # torch's own way of copying leaves out what an optimizer has besides groups and state, such as
+    # another optimizer. The object's `step` is a scheduler's, around the class's.
+    copy: Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = copy
+    vars(copy).update({n: deepcopy(v, memo) for n, v in vars(optimizer).items() if n != "step"})
     parameters = []
     for group in copy.param_groups:
         group["params"] = group["params"][:_PER_GROUP]
@@ -87,7 +91,7 @@ def _updated(optimizer: Optimizer, last_gradient: float) -> list[Tensor]:
     def closure() -> Tensor:
         for index, parameter in enumerate(parameters, 1):
             scale = last_gradient if index == len(parameters) else 1.0
-            parameter.grad = torch.full_like(parameter, scale / index)
+            parameter.grad = parameter.detach() * (scale / index)  # another one where it has moved
         return torch.ones(())
 
     with torch.random.fork_rng(devices=()):

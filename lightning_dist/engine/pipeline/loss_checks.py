@@ -208,12 +208,24 @@ def _beneath(node: Any) -> list[Any]:
 
 
 def _divisor_of(node: Any) -> Tensor | None:
-    """Returns what a quotient divides by, if it has no graph, or a mean of cross-entropies."""
+    """Returns what a quotient divides by, if it has no graph, or a mean.
+
+    A mean of selected elements, ``F.mse_loss(x[mask], y[mask])``, is over as many as there are.
+    """
+    if node.name().startswith("MeanBackward"):
+        return _count(getattr(node, "_saved_self_sym_numel", None))
     if node.name() in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
         return node._saved_total_weight  # type: ignore[no-any-return]
+    if getattr(node, "_saved_reduction", None) == _MEAN:
+        given = getattr(node, "_saved_self", None)
+        return _count(given.numel() if isinstance(given, Tensor) else None)
     if node.name() == "DivBackward0" and node.next_functions[1][0] is None:
         return node._saved_other  # type: ignore[no-any-return]
     return None
+
+
+def _count(number: int | None) -> Tensor | None:
+    return None if number is None else torch.tensor(float(number))
 
 
 def _is_sum(node: Any, num_samples: int) -> bool:

@@ -240,7 +240,8 @@ class Stage:
             # The step may take something out of the batch, or write into its tensors.
             own = microbatch.copied() if self._place.shares_batch else microbatch
             own_step = partial(step, own)
-            return self._interceptor.run(own_step, layers, leaves=not self.is_last)
+            with self._found.copied_buffers() if self._place.shares_batch else nullcontext():
+                return self._interceptor.run(own_step, layers, leaves=not self.is_last)
 
         seed_all(*name, device=self._place.device)
         with ExitStack() as in_step_only:

@@ -32,13 +32,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_dist.engine.common.names import shorten
+from lightning_dist.engine.sharding.call_hooks import keep_containers
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.tensors.dtensor import is_dtensor, shard_like, stacked_dim
 from lightning_dist.engine.tensors.module_tree import set_attribute
 from lightning_dist.engine.tensors.patch import replacement
-from lightning_dist.engine.tensors.tree import alias_of, map_tensors
-
-_MIRROR = "mirror"
 
 
 def forget_step(root: nn.Module) -> None:
@@ -225,6 +223,7 @@ def shard(
             mp_policy=in_fp32 if unit.keep_fp32 else usual,
             ignored_params=apart | left_whole,
         )
+        keep_containers(part)
     # A root's input is the user's batch, targets too: their dtype is not ours to change.
     for root in roots:
         usual = of_complex if root in are_complex else precision
@@ -236,36 +235,20 @@ def shard(
                 mp_policy=replace(usual, cast_forward_inputs=False),
                 ignored_params=apart | left_whole | others,
             )
+        keep_containers(root)
     for name, parameter in module.named_parameters():  # FSDP2 has replaced them
         vars(parameter).update(attributes.get(name, {}))
     return tuple(root for root in roots if isinstance(root, FSDPModule))
 
 
-def return_no_views(root: nn.Module) -> None:
-    """Replaces views in what a root will return: by a write into one FSDP2 would lose its hooks."""
-
-    def alias(tensor: Tensor) -> Tensor:
-        # Of others autograd goes on to notice a write that would change their gradient.
-        is_view = tensor.requires_grad and tensor._is_view() and not is_dtensor(tensor)
-        return alias_of(tensor) if is_view else tensor
-
-    def replace_views(module: nn.Module, given: Any, output: Any) -> Any:
-        return map_tensors(alias, output)
-
-    root.register_forward_hook(replace_views)
-
-
 @contextmanager
 def _with_mirror(root: nn.Module, mirror: nn.Module | None) -> Iterator[None]:
     """Returns a context manager in which FSDP2 finds a root's parameters in one more module."""
-    if mirror is None:
-        yield
-        return
-    root.add_module(_MIRROR, mirror)
-    try:
-        yield
-    finally:
-        delattr(root, _MIRROR)
+    if mirror is not None:
+        root.add_module("mirror", mirror)
+    yield
+    if mirror is not None:
+        delattr(root, "mirror")
 
 
 def is_indivisible(parameter: Tensor) -> bool:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.tree import map_tensors, tensors_in
+from lightning_dist.engine.tensors.tree import Lent, map_tensors, tensors_in
 
 _STEPS_LOOKED_AT = 8
 _ADVICE = (
@@ -124,7 +124,7 @@ class UnitAgreement:
         if is_own or not is_training or place not in self._differentiable:
             return None
         changed: tuple[tuple[Any, ...], dict[str, Any]]
-        changed = map_tensors(_with_gradient, (args, kwargs))
+        changed = Lent().put((args, kwargs), map_tensors(_with_gradient, (args, kwargs)))
         return changed
 
     def _read(self, training: bool) -> None:

@@ -76,7 +76,8 @@ def holds_layers(module: nn.Module, path: str, is_behind: IsBehind) -> bool:
 
 
 def give_loss_parameters(module: nn.Module, path: str, layers: Layers) -> None:
-    """Gives the layers what steps use behind them, on all ranks alike."""
+    """Gives the layers the user's module, and what steps use behind them, on all ranks alike."""
+    layers.users_module = module
     outside, known = trainable_outside(module, path), LossParameters.of(module)
     if not path:  # what the forward of the user's own module does not use
         known_ones = [*known.parameters().values(), *layers.placed_here()]

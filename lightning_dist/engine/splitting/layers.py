@@ -20,6 +20,7 @@ from lightning_dist.engine.splitting.foreign_layer import ForeignLayer, describe
 from lightning_dist.engine.splitting.loss_parameters import LossParameters
 from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
 from lightning_dist.engine.tensors.compiler import PausedCompiler
+from lightning_dist.engine.tensors.patch import replaced
 
 
 class Part(NamedTuple):
@@ -49,6 +50,7 @@ class Layers:
         origin: Where the layers come from, in a few words; empty for an ``nn.Sequential``.
         compiler: The compiler of the pipelined module's calls.
         of_loss: What steps use behind the pipelined module, of the user's module.
+        users_module: The user's module, as far as it is known.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[Sequence[str]]) -> None:
@@ -57,6 +59,7 @@ class Layers:
         self.origin = ""
         self.compiler = PausedCompiler()
         self.of_loss = LossParameters(module)
+        self.users_module = module
         self._foreign: list[ForeignLayer] = []
 
     def __len__(self) -> int:
@@ -122,6 +125,25 @@ class Layers:
         """Returns the context manager for a user's step, on the last stage or on another one."""
         with self.in_sight(), self.of_loss.in_step(is_last=is_last):
             yield
+
+    def copied_buffers(self) -> AbstractContextManager[None]:
+        """Returns a context manager in which steps write into copies of buffers beside the layers.
+
+        A rank of several stages runs the step on each of them, and keeps what the last one writes.
+        """
+        layers = {id(buffer) for buffer in self.buffers()}
+        return replaced(
+            [
+                (part._buffers, name, buffer.clone())
+                for part in self.users_module.modules()
+                for name, buffer in part._buffers.items()
+                if buffer is not None and id(buffer) not in layers
+            ]
+        )
+
+    def buffers(self) -> list[Tensor]:
+        """Lists the layers' buffers on this rank."""
+        return [buffer for part in self.parts() for buffer in part.module.buffers()]
 
     def in_call(self, given: object) -> AbstractContextManager[None]:
         """Returns the context manager for the layers in a step, called with some arguments."""

@@ -9,7 +9,7 @@ So for a gather the matrices get a dim of their own, and public placements descr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_dist.engine.tensors.tree import map_leaves
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -231,3 +233,32 @@ def gather(tree: Any, *, keep: bool) -> Any:
 
     result = map_leaves(gathered, tree)
     return result if keep else None
+
+
+def take_whole_numbers() -> Callable[[], None]:
+    """Lets ``if``, ``float`` and ``.item()`` of a DTensor take the number of the whole tensor.
+
+    torch takes that of a rank's part, so ranks would take other branches (``if
+    torch.isnan(p.grad).any()``). All ranks must ask for it. torch has no public way to change that,
+    but a table of functions in the place of operations on DTensors.
+
+    Returns:
+        A function that ends this.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    before = handlers.get(_NUMBER)
+    handlers[_NUMBER] = _number_of_whole
+
+    def undo() -> None:
+        if before is None:
+            handlers.pop(_NUMBER, None)
+        else:
+            handlers[_NUMBER] = before
+
+    return undo
+
+
+def _number_of_whole(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (tensor,) = args
+    is_whole = all(placement.is_replicate() for placement in tensor.placements)
+    return operation(local_part(tensor) if is_whole else whole(tensor))

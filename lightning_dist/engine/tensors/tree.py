@@ -175,6 +175,62 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
+class Lent:
+    """Tensors that replace others in a tree's own lists, dicts and dataclass instances for a while.
+
+    Whoever holds these can go on to change them meanwhile: what is added stays.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, Any, Any]] = []  # a container, and what it had and has
+
+    def put(self, original: Any, rebuilt: Any) -> Any:
+        """Puts what a function of this module has made of a tree into it, and returns the tree.
+
+        Tuples and frozen dataclass instances are as rebuilt.
+        """
+        if original is rebuilt or type(original) is not type(rebuilt):
+            return rebuilt
+        if isinstance(original, tuple):
+            return tuple.__new__(type(original), map(self.put, original, rebuilt))
+        before = _entries_of(original)
+        if before is None:
+            return rebuilt
+        for key, new in (_entries_of(rebuilt) or {}).items():
+            lent = self.put(before[key], new)
+            if lent is not before[key]:
+                _set_entry(original, key, lent)
+                self._entries.append((original, before[key], lent))
+        return original
+
+    def take_back(self) -> None:
+        """Puts the tensors that were there back in the places of those that replace them."""
+        for container, own, lent in self._entries:
+            for key, value in (_entries_of(container) or {}).items():
+                if value is lent:
+                    _set_entry(container, key, own)
+        self._entries.clear()
+
+
+def _entries_of(container: Any) -> dict[Any, Any] | None:
+    """Returns what a container that can be changed holds, by key; None for anything else."""
+    if dataclasses.is_dataclass(container) and not isinstance(container, type):
+        if type(container).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            return None
+        names = [field.name for field in dataclasses.fields(container) if field.init]
+        return {name: getattr(container, name) for name in names}
+    if isinstance(container, dict):
+        return dict(container)
+    return dict(enumerate(container)) if isinstance(container, list) else None
+
+
+def _set_entry(container: Any, key: Any, value: Any) -> None:
+    if isinstance(container, dict | list) and not dataclasses.is_dataclass(container):
+        container[key] = value
+    else:
+        setattr(container, key, value)
+
+
 def alias_of(tensor: Tensor) -> Tensor:
     """Returns a tensor with the same memory that autograd does not count as a view."""
     alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]

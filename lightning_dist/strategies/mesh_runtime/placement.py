@@ -231,6 +231,7 @@ class ShardedPlacement(TracesModels, LocalReplicas):
         self._deferred.fill(self.module, self.root_device, offloaded=is_offloaded)
         if isinstance(sharded, StagedModule):
             sharded.take_replaced()
+        early.replace_in_attributes()
         early.forget_present()
         sharded.early = early
         KeptSharding(sharded, self._settings, self.mesh_of_ranks).keep()

@@ -24,6 +24,7 @@ from lightning_dist.engine.parallelize.clip_grad import clip_grad_norm_
 from lightning_dist.engine.parallelize.mixed_tensors import note_shard_errors, split_groups_by_mesh
 from lightning_dist.engine.parallelize.separate_updates import check_separate_updates
 from lightning_dist.engine.sharding.fully_shard import is_left_whole
+from lightning_dist.engine.tensors.dtensor import take_whole_numbers
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import add_first_callback, is_overridden_by_user
 from lightning_dist.strategies.base.clipping import ClipGradNorm
@@ -117,6 +118,8 @@ class ShardedStrategy(ShardedPlacement):
     def open_session(self, trainer: pl.Trainer) -> None:
         if self._local_config.averages_weights:
             super().open_session(trainer)
+        if self.sharded.is_sharded or self.mesh.tp > 1:
+            self._undo += (take_whole_numbers(),)
         half = half_precision_of(self.precision_plugin)
         if half is not None and self.sharded.is_sharded:
             half.leave_to_shards()

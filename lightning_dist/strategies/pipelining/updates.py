@@ -77,9 +77,9 @@ class Updates:
         """
         if self._pipeline.asynchronous and self._has_run:
             raise ValueError(
-                "The optimizer has called its closure twice in a step, as SAM does. An asynchronous"
-                " schedule runs each batch once, and applies an earlier one's gradients. Use a"
-                " synchronous schedule like '1f1b', or an optimizer that takes one gradient."
+                "The optimizer has called its closure twice in a step. An asynchronous schedule"
+                " runs each batch once, and applies an earlier one's gradients. Use an optimizer"
+                " that takes one gradient."
             )
         self._has_run = self._is_in_step
         # Lightning zeroes gradients behind the step, in which a pipeline runs the backward too. A

@@ -80,7 +80,7 @@ class TracedLayers(LayerSequence):
         program: The layers' graphs.
         saved: Names of the module's tensors, by their keys in its state dict.
         away: The module's tensors that other ranks hold.
-        users_module: The traced module, by which a step reads the layers' parameters.
+        traced_module: The traced module, by which a step reads the layers' parameters.
 
     Raises:
         ValueError: The module cannot be traced.
@@ -104,7 +104,7 @@ class TracedLayers(LayerSequence):
         self.program = program
         self.saved = names_of_saved(module)
         self.away = RemovedTensors(module, _REFUSALS)
-        self.users_module = module
+        self.traced_module = module
         self.of_loss = LossParameters(module)
         self.origin = "traced from its first call"
         module.forward = _TracedForward(self)
@@ -144,18 +144,22 @@ class TracedLayers(LayerSequence):
     def beside(self, layer_index: int) -> dict[str, Tensor]:
         names = self.program.names[layer_index]
         buffers = names - self._parameters_of(layer_index).keys()
-        return {name: self.users_module.get_buffer(name) for name in buffers}
+        return {name: self.traced_module.get_buffer(name) for name in buffers}
+
+    @override
+    def buffers(self) -> list[Tensor]:
+        return [*self.traced_module.buffers()]  # of which a layer's are looked up there
 
     @property
     @override
     def mirror(self) -> nn.Module:
-        return self.users_module
+        return self.traced_module
 
     @override
     def take_replaced(self) -> None:
         for part in self.parts():
             if isinstance(part.module, TracedLayer):
-                part.module.take_from(self.users_module)
+                part.module.take_from(self.traced_module)
 
     @override
     def attach(self, device: torch.device) -> None:
@@ -184,7 +188,7 @@ class _TracedForward:
     """The forward of a traced module, with the signature of the user's own."""
 
     def __init__(self, layers: TracedLayers) -> None:
-        update_wrapper(self, layers.users_module.forward)
+        update_wrapper(self, layers.traced_module.forward)
         self.layers = layers
         self._paused = layers.compiler.pause(self._run)
 
@@ -192,7 +196,7 @@ class _TracedForward:
         return self._paused(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        given = without_cache(self.layers.users_module, kwargs)
+        given = without_cache(self.layers.traced_module, kwargs)
         return self.layers.module(self.layers.program.begin(args, given))
 
 

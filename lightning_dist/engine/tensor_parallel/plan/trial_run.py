@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from itertools import product
 from typing import Any
@@ -47,7 +48,8 @@ _DRAWS = frozenset(
     {"bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal"}
     | {"rand", "rand_like", "randn", "randn_like", "uniform"}
 )
-_SETTINGS = (bool, int, float, str, type(None))
+_SETTINGS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
+_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 # Numbers of such names say where a block is, unless its forward decides with them.
 _PLACES = ("layer", "idx", "index", "depth", "number")
 _SAME = ("key", "value", "k", "v", "memory")  # a second activation, as of a cross-attention
@@ -153,18 +155,28 @@ def _loses_digits(before: Tensor, after: Tensor) -> bool:
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
     """Returns a key that is equal for modules with the same computation and other weights."""
     parts = list(module.modules())
-    functions = (value for part in parts for value in vars(part).values() if callable(value))
     settings = (setting for part in parts for setting in _settings(part))
     shapes = (tensor.shape for tensor in [*module.parameters(), *module.buffers()])
-    return (*map(type, parts), str(module), *map(id, functions), *settings, *shapes)
+    return (*map(type, parts), str(module), *settings, *shapes)
 
 
 def _settings(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    own = {name: value for name, value in vars(part).items() if isinstance(value, _SETTINGS)}
+    own = {name: value for name, value in vars(part).items() if name not in _OF_ANY_MODULE}
     places = {n for n, value in own.items() if type(value) is int and _is_place(n)}
     if places:
         places -= attributes_computed_with(part)
-    return ((name, value) for name, value in own.items() if name not in places)
+    return ((name, _setting(value)) for name, value in own.items() if name not in places)
+
+
+def _setting(value: Any) -> Any:
+    """Returns a key for a value that a forward may decide by; objects differ by identity."""
+    if isinstance(value, nn.Module | Tensor):
+        return None  # its class, shape and settings are other parts of the key
+    if isinstance(value, Mapping):
+        return tuple((key, _setting(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_setting, value))
+    return value if isinstance(value, _SETTINGS) else id(value)
 
 
 def _is_place(name: str) -> bool:

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchmetrics import MeanMetric
 
 from lightning_dist.engine.sharding import fully_shard as sharding_module
+from lightning_dist.engine.sharding.call_hooks import return_no_views
 from lightning_dist.engine.sharding.fully_shard import (
     ShardingOptions,
     fill,
     forget_step,
     move_rest,
     reshard,
-    return_no_views,
     shard,
     unshard,
 )
