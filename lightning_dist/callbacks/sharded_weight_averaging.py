@@ -11,7 +11,8 @@ ones in a drain, behind the last batch. So there each stage averages at its own 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_dist.engine.tensors.dtensor import local_part
+from lightning_dist.engine.tensors.patch import Undo, replace_method
 from lightning_dist.strategies.base.rank_view import view_of
 
 
@@ -57,6 +59,7 @@ class ShardedWeightAveraging(pl.Callback):
         self._last_step = 0
         self._num_updates = 0
         self._own_updates: RemovableHandle | None = None  # under an asynchronous schedule
+        self._undo: Undo | None = None
 
     @property
     def averages(self) -> dict[str, Tensor]:
@@ -87,6 +90,9 @@ class ShardedWeightAveraging(pl.Callback):
         named = pl_module.named_parameters()
         self._averages = {name: self._averages[name].to(p.device) for name, p in named}
         self._last_step = trainer.global_step
+        # Lightning asks callbacks for no checkpoint of weights alone, but the module.
+        save = partial(self._save_weights, pl_module, pl_module.on_save_checkpoint)
+        self._undo = replace_method(pl_module, "on_save_checkpoint", save)
         pipeline = view_of(trainer).pipeline
         if pipeline is not None and pipeline.asynchronous:
             (optimizer,) = trainer.optimizers
@@ -172,6 +178,9 @@ class ShardedWeightAveraging(pl.Callback):
     def _forget(self) -> None:
         self._averages, self._are_shown = {}, False
         self._num_updates = 0
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
         self._stop_counting()
 
     def _stop_counting(self) -> None:
@@ -196,6 +205,18 @@ class ShardedWeightAveraging(pl.Callback):
             other = {**shown, **self._by_each_name(pl_module, shown)}
             averages, latest = (shown, other) if self._are_shown else (other, shown)
             checkpoint |= {"state_dict": averages, "current_model_state": latest}
+
+    def _save_weights(
+        self,
+        module: pl.LightningModule,
+        own_hook: Callable[[dict[str, Any]], None],
+        checkpoint: dict[str, Any],
+    ) -> None:
+        is_of_weights = "callbacks" not in checkpoint
+        if is_of_weights and self.averages and not self._are_shown:
+            shown = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {**shown, **self._by_each_name(module, shown)}
+        own_hook(checkpoint)
 
     def _by_each_name(
         self, module: pl.LightningModule, saved: Mapping[str, Any]

@@ -178,7 +178,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 class Lent:
     """Tensors that replace others in a tree's own lists, dicts and dataclass instances for a while.
 
-    Whoever holds these can go on to change them meanwhile: what is added stays.
+    Code that holds these can go on to change them meanwhile: what is added stays.
     """
 
     def __init__(self) -> None:

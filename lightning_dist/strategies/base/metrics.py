@@ -57,6 +57,18 @@ class GroupGather:
         self._group = None
 
 
+def metrics_of(callbacks: Iterable[object]) -> list[nn.Module]:
+    """Lists the metrics that callbacks hold, in lists, dicts and modules, too."""
+    held = (value for callback in callbacks for value in vars(callback).values())
+    found: list[nn.Module] = []
+    for value in held:
+        inside = value.values() if isinstance(value, dict) else value
+        several = inside if isinstance(value, dict | list | tuple) else [value]
+        modules = (module for module in several if isinstance(module, nn.Module))
+        found += [part for module in modules for part in module.modules()]
+    return [metric for metric in dict.fromkeys(found) if isinstance(metric, Metric)]
+
+
 def reduce_metrics_over(modules: Iterable[nn.Module], group: dist.ProcessGroup) -> Undo:
     """Lets the metrics among some modules be reduced over some ranks, unless they have a group."""
     changed = []

@@ -166,6 +166,12 @@ class StageUpdates(RunSetup):
         if self._session is None or not self.optimizers:
             return
         self.check_peers()
+        if self._session.pipeline.asynchronous and self._session.updates.is_in_step:
+            raise ValueError(
+                f"schedule={self._config.schedule!r} has other batches in flight in the hooks of a"
+                " batch's update, so the stages have no state in common. Save checkpoints in"
+                " `on_train_batch_start` or `on_train_batch_end`, or in hooks of a validation."
+            )
         if self.is_running:
             self._session.updates.drain(self.optimizers[0])
             self._session.step_state.merge()

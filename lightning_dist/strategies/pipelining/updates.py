@@ -69,6 +69,11 @@ class Updates:
             else lambda: rate_correction.factor(module.trainer.global_step)
         )
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a batch runs whose update the optimizer is about to apply."""
+        return self._is_in_step
+
     def begin_batch(self) -> None:
         """Makes room for the gradients of a batch.
 

@@ -39,6 +39,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     to_names,
     to_numbers,
 )
+from lightning_dist.engine.checkpoint.other_entries import gather_others
 from lightning_dist.engine.checkpoint.places import is_local, place_of
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor
@@ -242,6 +243,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
         everyone = self.world_group if dist.is_initialized() else None
         if everyone is not None and not self.has_plain_state:
             check_state_to_save(self.optimizers, self.module, everyone)
+            gather_others(checkpoint)
         if not self.writes_one_file:
             named = saved_modules_of(self.module).put_into(self._by_name(checkpoint), {})
             parts = checkpoints.split_parts(named, everyone)
@@ -358,6 +360,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # An ordinary checkpoint without an optimizer has an empty state.
         own = self._states_of_replica(checkpoint)
+        if not own:  # a hook has dropped them, to begin with fresh optimizers
+            return
         states = [{"state": {}, "param_groups": [], **state} for state in own]
         if any(map(is_named, states)) or not self.has_plain_state:
             if self.mesh.pp == 1:  # a callback that finetunes may have added groups

@@ -52,6 +52,42 @@ class Slow(Optimizer):
                 parameter.data.add_(torch.randn_like(parameter) + parameter.grad, alpha=0.1)
 
 
+class Perturbed(Optimizer):
+    """Takes the gradient at a place that the norm of all gradients says, as SAM does."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = SGD(parameters, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        with torch.enable_grad():
+            closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        moves = [parameter.grad / norm for parameter in parameters]
+        for parameter, move in zip(parameters, moves, strict=True):
+            parameter.add_(move)
+        with torch.enable_grad():
+            loss = closure()
+        for parameter, move in zip(parameters, moves, strict=True):
+            parameter.sub_(move)
+        self.inner.step()
+        return loss
+
+
+class Around(Optimizer):
+    """Leaves the update to another optimizer."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = SGD(parameters, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
 class Fussy(SGD):
     """Cannot be tried."""
 
@@ -77,6 +113,8 @@ def by_parameter(parameters: Any) -> dict[Tensor, Tensor]:
         (lambda model: Normed(groups(model)), r"Normed updates a parameter by .* of others too"),
         (lambda model: Normed(model.parameters()), r"a stage has its own gradients only"),
         (lambda model: Slow(groups(model), by_list), r"'copies'\. A stage .* `self\.state\[p\]`"),
+        (lambda model: Perturbed(model.parameters()), r"Perturbed updates .* of others too"),
+        (lambda model: Around(model.parameters()), None),
         (lambda model: Slow(groups(model), by_parameter), None),
         (lambda model: NormedEach(groups(model)), None),
         (lambda model: ScheduleFree(model.parameters()), None),

@@ -173,6 +173,9 @@ OTHER_MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "smoothed": partial(F.cross_entropy, label_smoothing=0.1),
     "images": lambda logits, targets: F.cross_entropy(logits[..., None], targets[:, None]),
     "a mask": masked_mean,
+    "a mean of selected ones": lambda x, y: (x - 1).square()[y >= 0].mean(),
+    "a loss of selected ones": lambda x, y: F.mse_loss(x[y >= 0], x[y >= 0] * 0),
+    "probabilities": lambda x, y: F.binary_cross_entropy_with_logits(x[y >= 0], x[y >= 0].sign()),
     "in a sum": lambda x, y: 0.5 * (x.square().mean() - F.cross_entropy(x, y)).double().view(()),
 }
 SAME_MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -183,6 +186,7 @@ SAME_MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a sum of each sample": lambda x, y: x.square().sum(-1).mean(),
     "a sum of two losses": lambda x, y: torch.stack([x.mean(), x.square().mean()] * 2).sum(),
     "a weighted one": lambda x, y: (torch.stack([x.mean()] * 4) * torch.ones(4)).sum(),
+    "of squares": lambda x, y: F.mse_loss(x, x * 0) + F.smooth_l1_loss(x, x * 0),
     "a sum over classes": lambda x, y: x.square().mean(0)[:3].sum(),
 }
 SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
