@@ -42,7 +42,7 @@ def clip_grad_norm_(
     Returns:
         The norm of the whole gradient before clipping.
     """
-    alike = _group_alike(parameters)
+    alike = group_alike(with_gradient(parameters))
     if total_norm is None:
         total_norm = _total_norm(alike, pp_group, {id(parameter) for parameter in exclude})
     for group in alike:
@@ -53,7 +53,7 @@ def clip_grad_norm_(
 
 def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clips each element of the gradients of this rank's parameters, sharded or whole."""
-    for group in _group_alike(parameters):
+    for group in group_alike(with_gradient(parameters)):
         utils.clip_grad_value_(group, clip_value)
 
 
@@ -95,17 +95,20 @@ class AsyncGradNorm:
         return squared.sqrt()
 
 
-def _group_alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Groups the parameters with a gradient by mesh and placements."""
+def group_alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Groups tensors by mesh and placements: torch's functions of several take no others."""
     groups: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
+    for tensor in tensors:
         key: Any = None
-        if isinstance(parameter, DTensor):
-            key = (parameter.device_mesh, parameter.placements)
-        groups.setdefault(key, []).append(parameter)
+        if isinstance(tensor, DTensor):
+            key = (tensor.device_mesh, tensor.placements)
+        groups.setdefault(key, []).append(tensor)
     return list(groups.values())
+
+
+def with_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Lists the parameters that have a gradient."""
+    return [parameter for parameter in parameters if parameter.grad is not None]
 
 
 def _total_norm(

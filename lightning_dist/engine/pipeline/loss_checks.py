@@ -150,7 +150,7 @@ class Reductions:
 
     def __init__(self) -> None:
         self._num_left = _NUM_COMPARED
-        self._now: dict[int, list[list[Tensor]]] = {}
+        self._now: dict[int, list[list[Tensor | int]]] = {}
 
     def note(self, loss: Tensor, num_samples: int, outputs: Sequence[Tensor] = ()) -> None:
         """Notes what a micro-batch's loss, with its autograd graph, is divided by.
@@ -168,7 +168,7 @@ class Reductions:
             _warn_of_sum(num_samples)
             return
         divisors = (_divisor_of(node) for node, _ in parts)
-        known = [d for d in divisors if type(d) is Tensor and not d.is_meta]
+        known = [d for d in divisors if d is not None and _has_value(d)]
         self._now.setdefault(num_samples, []).append(known)
 
     def compare(self) -> None:
@@ -207,25 +207,25 @@ def _beneath(node: Any) -> list[Any]:
 # Public, by these names: https://docs.pytorch.org/docs/stable/notes/autograd.html
 
 
-def _divisor_of(node: Any) -> Tensor | None:
+def _divisor_of(node: Any) -> Tensor | int | None:
     """Returns what a quotient divides by, if it has no graph, or a mean.
 
     A mean of selected elements, ``F.mse_loss(x[mask], y[mask])``, is over as many as there are.
     """
     if node.name().startswith("MeanBackward"):
-        return _count(getattr(node, "_saved_self_sym_numel", None))
+        return getattr(node, "_saved_self_sym_numel", None)  # none of a mean over some dims
     if node.name() in _CROSS_ENTROPIES and node._saved_reduction == _MEAN:
         return node._saved_total_weight  # type: ignore[no-any-return]
     if getattr(node, "_saved_reduction", None) == _MEAN:
         given = getattr(node, "_saved_self", None)
-        return _count(given.numel() if isinstance(given, Tensor) else None)
+        return given.numel() if isinstance(given, Tensor) else None
     if node.name() == "DivBackward0" and node.next_functions[1][0] is None:
         return node._saved_other  # type: ignore[no-any-return]
     return None
 
 
-def _count(number: int | None) -> Tensor | None:
-    return None if number is None else torch.tensor(float(number))
+def _has_value(divisor: Tensor | int) -> bool:
+    return isinstance(divisor, int) or (type(divisor) is Tensor and not divisor.is_meta)
 
 
 def _is_sum(node: Any, num_samples: int) -> bool:

@@ -7,7 +7,7 @@ exact clipping, and gradients that are reduced once for each update.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning_dist.engine.sharding.fully_shard import is_left_whole
 from lightning_dist.engine.tensors.dtensor import take_whole_numbers
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.callback_order import add_first_callback, is_overridden_by_user
-from lightning_dist.strategies.base.clipping import ClipGradNorm
+from lightning_dist.strategies.base.clipping import ClipGradNorm, norms_of_whole_gradient
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.model_checks import (
     check_callbacks,
@@ -120,6 +120,10 @@ class ShardedStrategy(ShardedPlacement):
             super().open_session(trainer)
         if self.sharded.is_sharded or self.mesh.tp > 1:
             self._undo += (take_whole_numbers(),)
+        if self.is_fitting and self.mesh.tp > 1 and self.mesh.pp == 1:
+            norms = ExitStack()
+            norms.enter_context(norms_of_whole_gradient())
+            self._undo += (norms.close,)
         half = half_precision_of(self.precision_plugin)
         if half is not None and self.sharded.is_sharded:
             half.leave_to_shards()

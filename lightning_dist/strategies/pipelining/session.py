@@ -28,7 +28,7 @@ from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.ties import Tie, find_ties
 from lightning_dist.engine.stashing.policy import Predict
 from lightning_dist.engine.tensors.patch import with_hooks
-from lightning_dist.strategies.base.clipping import norms_of_all_stages
+from lightning_dist.strategies.base.clipping import norms_of_whole_gradient
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.run_setup import ChangeStep
@@ -278,7 +278,7 @@ def _norms_in_hooks(
 ) -> Callable[[], AbstractContextManager[None]]:
     if pipeline.asynchronous:  # stages update one after the other, by their own norms
         return nullcontext
-    return partial(norms_of_all_stages, stages, partial(_counted_elsewhere, pipeline, tied))
+    return partial(norms_of_whole_gradient, stages, partial(_counted_elsewhere, pipeline, tied))
 
 
 def _counted_elsewhere(pipeline: Pipeline, tied: TiedSums) -> list[nn.Parameter]:

@@ -192,6 +192,14 @@ def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> 
     layer.forward = _SpreadForward(forward, entry.region.crossings)  # type: ignore[method-assign, assignment]
 
 
+def _as_shard(mesh: DeviceMesh, gradient: Tensor) -> Tensor:
+    """Returns a gradient of logits as a DTensor, of which each rank has its features."""
+    if is_dtensor(gradient):
+        return gradient
+    own = gradient.chunk(mesh.size(), -1)[mesh.get_local_rank()].contiguous()
+    return DTensor.from_local(own, mesh, [Shard(gradient.dim() - 1)], run_check=False)
+
+
 def colwise_gather(
     layer: nn.Linear, name: str, entry: Entry, logits: ShardedLogits | None = None
 ) -> None:
@@ -209,7 +217,10 @@ def colwise_gather(
         if logits is None or not logits.is_active:
             return activations.gather(features, mesh)
         shards = [Shard(features.dim() - 1)]
-        return mark(DTensor.from_local(features, mesh, shards, run_check=False))
+        found = DTensor.from_local(features, mesh, shards, run_check=False)
+        if found.requires_grad:  # a function of the user's own may compute with whole logits
+            found.register_hook(partial(_as_shard, mesh))
+        return mark(found)
 
     layer.forward = _SpreadForward(forward, entry.region.crossings)  # type: ignore[method-assign, assignment]
 
