@@ -237,6 +237,8 @@ class PipelineStrategy(MeasuredStages, TracesModels, MovableLayers):
     @override
     def keep_own_part(self) -> None:
         self._split.cut()  # not before, for `configure_optimizers` may read any parameter's value
+        if self.is_fitting:
+            checks.check_saved_names(self.module, self._split)
         for optimizer in self.optimizers:
             lightning_internals.mark_optimizer_called(optimizer)
             if self.mesh.pp > 1:

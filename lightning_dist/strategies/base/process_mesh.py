@@ -354,7 +354,15 @@ class ProcessMesh(ParallelStrategy):
         if not self.is_running:
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src, group=self.world_group)
+        try:
+            dist.broadcast_object_list(objects, src, group=self.world_group)
+        except RuntimeError as error:  # of gloo, in words of its own
+            error.add_note(
+                "A value was broadcast, as `trainer.log_dir` is, for which all ranks must ask. In a"
+                " step behind a pipelined model only the last stage does: read it in"
+                " `on_fit_start`, and keep it."
+            )
+            raise
         return objects[0]
 
     def check_peers(self) -> None:

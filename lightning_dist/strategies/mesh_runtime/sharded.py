@@ -42,7 +42,11 @@ from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.hook_check import HookCheck
 from lightning_dist.strategies.mesh_runtime.placement import ShardedPlacement
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
-from lightning_dist.strategies.pipelining.checks import check_trainer, one_optimizer
+from lightning_dist.strategies.pipelining.checks import (
+    check_saved_names,
+    check_trainer,
+    one_optimizer,
+)
 
 _BETWEEN_PASSES = ("on_before_zero_grad", "on_before_backward")
 
@@ -98,6 +102,8 @@ class ShardedStrategy(ShardedPlacement):
     def keep_own_part(self) -> None:
         if not self.is_fitting:
             return
+        if self.split is not None:
+            check_saved_names(self.module, self.split)
         for optimizer in self.optimizers if self.split is not None else ():
             if self.mesh.pp > 1:
                 check_separate_updates(optimizer, "stage")

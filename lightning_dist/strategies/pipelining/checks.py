@@ -17,11 +17,15 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.splitting.config import PipelineConfig, find_batch_statistics
+from lightning_dist.engine.splitting.split import PipelineSplit
+from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.model_checks import check_callbacks, check_finetuning
+from lightning_dist.strategies.base.saving.part_warning import without_warning
 
 
 def find_statistics_of_all(
@@ -82,6 +86,35 @@ def clips_by_norm(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """Returns whether gradients are clipped by their norm, as far as that is known before a run."""
     asked = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
     return asked or is_overridden("configure_gradient_clipping", module)
+
+
+def check_saved_names(module: pl.LightningModule, split: PipelineSplit) -> None:
+    """Checks that a module saves its layers under their names, by which stages share them out.
+
+    Raises:
+        ValueError: A ``state_dict`` of the module's own gives them other names.
+    """
+    if split.layers.mirror is not None:  # the names of a trace are those of the module
+        return
+    parts = (part.module for part in split.layers.parts())
+    tensors = (t for part in parts for t in (*part.parameters(), *part.buffers()))
+    own = {_place(tensor) for tensor in tensors} - {0}
+    with without_warning(module):
+        saved = split.state_dict(module)
+    others = (name for name in saved if not split.is_in_a_layer(name))
+    if any(isinstance(saved[name], Tensor) and _place(saved[name]) in own for name in others):
+        raise ValueError(
+            f"`state_dict` of {type(module).__name__} gives layers other names than the module has"
+            " for them. Stages tell by names which of them saves a layer, so its weights would be"
+            " missing in checkpoints. Leave the names as they are, and change them in a merged"
+            " checkpoint (`python -m lightning_dist merge`)."
+        )
+
+
+def _place(tensor: Tensor) -> int:
+    """Returns where a tensor's own elements are in memory; 0 if it has none."""
+    own = local_part(tensor.detach())
+    return 0 if own.is_meta else own.data_ptr()
 
 
 @contextmanager

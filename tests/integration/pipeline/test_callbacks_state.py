@@ -13,8 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
-from lightning_dist import PipelineStrategy
+from lightning_dist import MeshStrategy, PipelineStrategy
 from lightning_dist.callbacks import ShardedWeightAveraging
+from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
 from tests.helpers.processes.workers import WorkerPool
 
@@ -135,3 +136,35 @@ def test_statistics_ahead_of_the_model_see_a_batch_once(workers: WorkerPool) -> 
     for found in workers.run(2, statistics, 2):
         for name, value in expected.items():
             assert float((found[name] - value).abs().max()) < 1e-12, name
+
+
+class Renames(Classifier):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.model.state_dict(*args, **kwargs)
+
+
+class Drops(Classifier):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if "bias" not in name}
+
+
+def fit_with_own_names(class_: type[Classifier], mesh: bool) -> str:
+    config = PipelineConfig(num_microbatches=2)
+    strategy: Any = PipelineStrategy(num_microbatches=2)
+    if mesh:
+        strategy = MeshStrategy(pp=2, dp_shard=2, pipeline=config)
+    trainer = make_trainer(devices=4 if mesh else 2, strategy=strategy)
+    try:
+        trainer.fit(make_module(class_), make_loader(), make_loader())
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("mesh", [False, True])
+def test_layers_under_other_names_are_refused(workers: WorkerPool, mesh: bool) -> None:
+    number = 4 if mesh else 2
+    (found,) = set(workers.run(number, fit_with_own_names, Renames, mesh))
+    assert found.startswith("`state_dict` of Renames gives layers other names")
+    assert set(workers.run(number, fit_with_own_names, Drops, mesh)) == {"trained"}

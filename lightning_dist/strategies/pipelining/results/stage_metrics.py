@@ -87,7 +87,8 @@ class StageMetrics:
                 value = own(*args, **kwargs)
         # From the host: a pickled tensor of a GPU would go to the GPU of that number.
         sent = [map_tensors(Tensor.cpu, value)]
-        dist.broadcast_object_list(sent, src=self._source, group=self._pipeline_group)
+        with _explained():
+            dist.broadcast_object_list(sent, src=self._source, group=self._pipeline_group)
         if self._is_source:
             return value
         return map_tensors(lambda tensor: tensor.to(metric.device), sent[0])
@@ -125,6 +126,18 @@ class StageMetrics:
             shared = SharedCompute(self.value, metric, metric.compute)
             metric.compute = shared  # type: ignore[method-assign]
             self._shared.append(weakref.ref(metric))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # of gloo, in words of its own
+        error.add_note(
+            "In a hook the last stage computes a metric for all ranks, so all call `compute()`:"
+            " outside of `if self.trainer.is_global_zero`."
+        )
+        raise
 
 
 def _is_reduced(metric: Metric) -> bool:
