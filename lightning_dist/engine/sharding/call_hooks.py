@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.tensors.dtensor import is_dtensor
-from lightning_dist.engine.tensors.tree import Lent, alias_of, map_tensors
+from lightning_dist.engine.tensors.tree import SwappedEntries, alias_of, map_tensors
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -24,25 +24,25 @@ def keep_containers(module: nn.Module) -> None:
     For the call they have the tensors that other hooks have put into copies of them.
     """
     given: list[Call] = []
-    lent: list[Lent] = []
+    swapped: list[SwappedEntries] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given[:] = [(args, kwargs)]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def lend(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        lent.append(Lent())
-        own: Call = lent[-1].put(given.pop(), (args, kwargs))
+    def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        swapped.append(SwappedEntries())
+        own: Call = swapped[-1].swap(given.pop(), (args, kwargs))
         return own
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def take_back(*_: object) -> None:
-        lent.pop().take_back()
+    def restore(*_: object) -> None:
+        swapped.pop().restore()
 
     module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
-    module.register_forward_pre_hook(lend, with_kwargs=True)
-    module.register_forward_hook(take_back, prepend=True)
+    module.register_forward_pre_hook(swap, with_kwargs=True)
+    module.register_forward_hook(restore, prepend=True)
 
 
 def return_no_views(root: nn.Module) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensors.tree import Lent, map_tensors, tensors_in
+from lightning_dist.engine.tensors.tree import SwappedEntries, map_tensors, tensors_in
 
 _STEPS_LOOKED_AT = 8
 _ADVICE = (
@@ -124,7 +124,8 @@ class UnitAgreement:
         if is_own or not is_training or place not in self._differentiable:
             return None
         changed: tuple[tuple[Any, ...], dict[str, Any]]
-        changed = Lent().put((args, kwargs), map_tensors(_with_gradient, (args, kwargs)))
+        given = args, kwargs
+        changed = SwappedEntries().swap(given, map_tensors(_with_gradient, given))
         return changed
 
     def _read(self, training: bool) -> None:

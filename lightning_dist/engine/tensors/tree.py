@@ -175,7 +175,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-class Lent:
+class SwappedEntries:
     """Tensors that replace others in a tree's own lists, dicts and dataclass instances for a while.
 
     Code that holds these can go on to change them meanwhile: what is added stays.
@@ -184,7 +184,7 @@ class Lent:
     def __init__(self) -> None:
         self._entries: list[tuple[Any, Any, Any]] = []  # a container, and what it had and has
 
-    def put(self, original: Any, rebuilt: Any) -> Any:
+    def swap(self, original: Any, rebuilt: Any) -> Any:
         """Puts what a function of this module has made of a tree into it, and returns the tree.
 
         Tuples and frozen dataclass instances are as rebuilt.
@@ -192,22 +192,22 @@ class Lent:
         if original is rebuilt or type(original) is not type(rebuilt):
             return rebuilt
         if isinstance(original, tuple):
-            return tuple.__new__(type(original), map(self.put, original, rebuilt))
+            return tuple.__new__(type(original), map(self.swap, original, rebuilt))
         before = _entries_of(original)
         if before is None:
             return rebuilt
         for key, new in (_entries_of(rebuilt) or {}).items():
-            lent = self.put(before[key], new)
-            if lent is not before[key]:
-                _set_entry(original, key, lent)
-                self._entries.append((original, before[key], lent))
+            swapped = self.swap(before[key], new)
+            if swapped is not before[key]:
+                _set_entry(original, key, swapped)
+                self._entries.append((original, before[key], swapped))
         return original
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Puts the tensors that were there back in the places of those that replace them."""
-        for container, own, lent in self._entries:
+        for container, own, swapped in self._entries:
             for key, value in (_entries_of(container) or {}).items():
-                if value is lent:
+                if value is swapped:
                     _set_entry(container, key, own)
         self._entries.clear()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from lightning_dist.engine.tensors.tree import (
+    SwappedEntries,
     flatten,
     map_tensors,
     own_copy,
@@ -98,3 +99,43 @@ def test_a_copy_has_the_layouts_of_the_tensors() -> None:
 def test_what_cannot_be_copied_stays() -> None:
     batch = [threading.Lock()]
     assert own_copy(batch) is batch
+
+
+@dataclass
+class Note:
+    seen: Tensor
+
+
+@dataclass(frozen=True)
+class Fixed:
+    seen: Tensor
+
+
+def test_containers_get_other_tensors_for_a_while() -> None:
+    """What is added meanwhile stays, and what is written; all else is as it was."""
+    one, two = torch.ones(2), torch.zeros(2)
+    tree: Any = ([one, two], {"a": one, "b": [two]}, Note(one), Fixed(one), "text")
+    rebuilt = map_tensors(torch.neg, tree)
+    swapped = SwappedEntries()
+    shown = swapped.swap(tree, rebuilt)
+    listed, mapped, note, fixed, text = shown
+    assert listed is tree[0]
+    assert mapped is tree[1]
+    assert mapped["b"] is tree[1]["b"]
+    assert note is tree[2]
+    assert fixed is rebuilt[3]
+    assert text == "text"
+    assert float(listed[0][0]) == float(mapped["a"][0]) == float(note.seen[0]) == -1.0
+
+    listed.insert(0, two)
+    written = mapped["a"] = torch.full((2,), 5.0)
+    swapped.restore()
+    assert [*map(id, listed)] == [*map(id, (two, one, two))]
+    assert mapped["a"] is written
+    assert mapped["b"] == [two]
+    assert note.seen is one
+
+
+def test_what_was_not_rebuilt_is_left_alone() -> None:
+    tree = ([torch.ones(1)], {"a": 1})
+    assert SwappedEntries().swap(tree, tree) is tree
