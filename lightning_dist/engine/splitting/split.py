@@ -6,7 +6,7 @@ may run ``configure_optimizers`` in between, which may read any parameter's valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from lightning_dist.engine.splitting.find_layers import (
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.ties import Tie, find_ties
 
+_STATES = {"state_dict", "current_model_state"}  # of checkpoints
 _NO_SUM_IN_TIME = (
     "Under schedule={!r} the later stage applies a batch's gradients before the earlier one"
     " has found its own, so no rank could apply their sum without a bubble. Use"
@@ -159,6 +160,12 @@ class PipelineSplit:
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Returns a module's state dict without the entries that other stages hold."""
         return module.state_dict()
+
+    def share_of(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a checkpoint with the weights that this rank puts into the joint one."""
+        states = {key: checkpoint[key] for key in _STATES & checkpoint.keys()}
+        own = {k: {n: s[n] for n in s if self.is_stored_here(n)} for k, s in states.items()}
+        return {**checkpoint, **own}
 
     def is_stored_here(self, name: str) -> bool:
         """Returns whether this rank puts an entry of its state dict into checkpoints."""

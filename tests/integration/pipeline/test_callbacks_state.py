@@ -15,6 +15,7 @@ from torchmetrics import SumMetric
 
 from lightning_dist import MeshStrategy, PipelineStrategy
 from lightning_dist.callbacks import ShardedWeightAveraging
+from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
 from tests.helpers.processes.workers import WorkerPool
@@ -168,3 +169,33 @@ def test_layers_under_other_names_are_refused(workers: WorkerPool, mesh: bool) -
     (found,) = set(workers.run(number, fit_with_own_names, Renames, mesh))
     assert found.startswith("`state_dict` of Renames gives layers other names")
     assert set(workers.run(number, fit_with_own_names, Drops, mesh)) == {"trained"}
+
+
+class Leaves(Ahead):
+    """Leaves some weights out of its checkpoints, and writes one more."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["norm.running_var"]
+        checkpoint["state_dict"]["norm.running_mean"] += 1
+        checkpoint["state_dict"]["written"] = torch.ones(2)
+
+
+def save_less(path: str, save_full: bool) -> None:
+    strategy = PipelineStrategy(num_microbatches=1, save_full=save_full)
+    trainer = make_trainer(devices=2, strategy=strategy)
+    trainer.fit(make_module(Leaves), make_loader(), make_loader())
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("save_full", [False, True])
+def test_hooks_change_what_is_saved_beside_the_layers(
+    workers: WorkerPool, tmp_path: Path, save_full: bool
+) -> None:
+    path = str(tmp_path / "less.ckpt")
+    workers.run(2, save_less, path, save_full)
+    (expected,) = workers.run(1, statistics, 1)
+    saved = load_full(path)
+    found = saved.get("state_dict", saved)
+    assert "norm.running_var" not in found
+    assert torch.equal(found["written"], torch.ones(2))
+    assert float((found["norm.running_mean"] - expected["running_mean"] - 1).abs().max()) < 1e-12

@@ -123,8 +123,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state, split = self._own_state(), self.split
-        return {n: value for n, value in state.items() if split is None or split.is_stored_here(n)}
+        return self._own_state()  # of what stages share, too, for hooks see it on one device
 
     def _own_state(self) -> dict[str, Any]:
         with without_warning(self.module):
@@ -274,6 +273,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
 
     def _by_name(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Renames optimizer states by parameter, and keeps one name of each tied parameter."""
+        checkpoint = checkpoint if self.split is None else self.split.share_of(checkpoint)
         is_plain = self.has_plain_state
         firsts = saved_names.first_names(self.module) if is_plain else self._first_names
         folded = saved_names.fold(checkpoint, checkpoints.SECTIONS, firsts)

@@ -5,6 +5,7 @@ It updates as on a GPU, by groups: with ``foreach`` unless it was asked for anot
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from lightning_dist import (
 )
 from lightning_dist.engine.splitting.config import PipelineConfig
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
+from lightning_dist.engine.tensors.dtensor import local_part
 from tests.differential.dials.optimizers import OneEstimate
 from tests.helpers.networks.chosen import chosen
 from tests.helpers.networks.foreach import foreach_by_default
@@ -41,10 +43,11 @@ from tests.helpers.networks.models import (
     make_loader,
     make_module,
     make_trainer,
+    share_of,
     state_of,
 )
 from tests.helpers.processes.workers import WorkerPool
-from tests.integration.conformance.common import joined
+from tests.integration.conformance.common import assert_close, joined
 
 TOLERANCE = 1e-10
 
@@ -302,7 +305,47 @@ class Estimating(Classifier):
         return OneEstimate(self.parameters())
 
 
-def fit_with_estimate(layout: str, validates: bool) -> str:
+def fit_with_estimate(layout: str) -> dict[str, Tensor]:
+    module, strategy, devices = make_module(Estimating, depth=2), "auto", 1
+    loader = make_loader(16)
+    if layout in LAYOUTS:
+        known = LAYOUTS[layout]
+        strategy, devices = known.make(), known.devices
+        if known.replicas > 1:
+            replica = int(os.environ["RANK"]) // (known.devices // known.replicas)
+            loader = share_of(replica, 16)
+    make_trainer(devices=devices, strategy=strategy, max_epochs=2).fit(module, loader, loader)
+    return state_of(module)
+
+
+ON_STAGES = ("1f1b", "pipedream", "pipedream_2bw", "mesh", "stages of tp")
+
+
+@pytest.mark.some("fsdp")
+@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n not in ON_STAGES])
+def test_one_estimate_is_of_all_gradients(workers: WorkerPool, layout: str) -> None:
+    (expected,) = workers.run(1, fit_with_estimate, "one device")
+    for found in workers.run(LAYOUTS[layout].devices, fit_with_estimate, layout):
+        assert_close(found, expected)
+
+
+class OwnEstimate(optim.SGD):
+    """Trains at a rate that is an estimate from a rank's own part of the gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            group["d"] = sum(float(local_part(p.grad).abs().sum()) for p in group["params"])
+        super().step()
+        return loss
+
+
+class EstimatingApart(Classifier):
+    def configure_optimizers(self) -> Any:
+        return OwnEstimate(self.parameters(), lr=0.05)
+
+
+def reached_with(class_: type[Classifier], layout: str, validates: bool) -> str:
     trainer = make_trainer(
         devices=LAYOUTS[layout].devices,
         strategy=LAYOUTS[layout].make(),
@@ -310,7 +353,7 @@ def fit_with_estimate(layout: str, validates: bool) -> str:
         limit_val_batches=1.0 if validates else 0,
     )
     reached: list[str] = []
-    module = make_module(Estimating, depth=2)
+    module = make_module(class_, depth=2)
     module.on_validation_start = lambda: reached.append("validation")
     module.on_train_epoch_end = lambda: reached.append("end of epoch")
     loader = make_loader(8, batch_size=4)
@@ -320,9 +363,6 @@ def fit_with_estimate(layout: str, validates: bool) -> str:
     return ", ".join(reached)
 
 
-ON_STAGES = ("1f1b", "pipedream", "pipedream_2bw", "mesh", "stages of tp")
-
-
 @pytest.mark.some("fsdp")
 @pytest.mark.parametrize("layout", [n for n in LAYOUTS if n not in ("ddp", *ON_STAGES)])
 def test_estimates_that_differ_are_refused_before_validation_and_at_the_end(
@@ -330,8 +370,9 @@ def test_estimates_that_differ_are_refused_before_validation_and_at_the_end(
 ) -> None:
     devices = LAYOUTS[layout].devices
     # The first validation is the sanity check, when no estimate has been made.
-    assert workers.run(devices, fit_with_estimate, layout, True) == ["validation"] * devices
-    assert workers.run(devices, fit_with_estimate, layout, False) == ["end of epoch"] * devices
+    for validates, reached in ((True, "validation"), (False, "end of epoch")):
+        found = workers.run(devices, reached_with, EstimatingApart, layout, validates)
+        assert found == [reached] * devices
 
 
 @pytest.mark.some("pipedream")
@@ -340,4 +381,4 @@ def test_an_estimate_of_all_parameters_is_refused_on_stages(
     workers: WorkerPool, layout: str
 ) -> None:
     devices = LAYOUTS[layout].devices
-    assert workers.run(devices, fit_with_estimate, layout, True) == [""] * devices
+    assert workers.run(devices, reached_with, Estimating, layout, True) == [""] * devices
