@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.splitting.config import PipelineConfig, find_batch_statistics
@@ -94,7 +94,8 @@ def check_saved_names(module: pl.LightningModule, split: PipelineSplit) -> None:
     Raises:
         ValueError: A ``state_dict`` of the module's own gives them other names.
     """
-    if split.layers.mirror is not None:  # the names of a trace are those of the module
+    has_own = type(module).state_dict is not nn.Module.state_dict
+    if not has_own or split.layers.mirror is not None:  # the names of a trace are the module's
         return
     parts = (part.module for part in split.layers.parts())
     tensors = (t for part in parts for t in (*part.parameters(), *part.buffers()))
