@@ -10,7 +10,7 @@ static graph the wrapper records the graph in its first backward and always aver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -75,14 +75,14 @@ class WrappedReplica:
         self.close(failed=False)
         self._start()
 
-    def check_averaged(self, parameters: Iterable[Tensor]) -> None:
+    def check_averaged(self) -> None:
         """Checks that the gradients of an update have come by this class, if the step makes them.
 
         Raises:
             ValueError: No backward has been announced so far.
         """
         is_usual = self._has_averaged or self._is_automatic() or self._options.group.size == 1
-        if not is_usual and any(p.grad is not None for p in parameters):
+        if not is_usual and any(p.grad is not None for p in self._parameters):
             raise ValueError(
                 "The gradients are this rank's own, so replicas would drift apart. With"
                 " `automatic_optimization = False` call `self.manual_backward(loss)` in place of"

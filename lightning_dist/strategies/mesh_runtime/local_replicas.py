@@ -163,7 +163,7 @@ class LocalReplicas(DataParallelStrategy):
         """Wraps a step and the update that it brings."""
         if not self.is_local:
             if self._replica is not None:
-                self._replica.check_averaged(self.module.parameters())
+                self._replica.check_averaged()
                 self._replica.wrap()
             yield
             return

@@ -129,3 +129,10 @@ def make_trainer(**kwargs: Any) -> L.Trainer:
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """What this rank holds, shards made whole, in a form that outlives the worker's process."""
     return {name: whole(p.detach()).clone() for name, p in module.named_parameters()}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compares what two runs have trained, to the last digits of float64."""
+    assert found.keys() == expected.keys()
+    worst = max((float((found[n] - value).abs().max()), n) for n, value in expected.items())
+    assert worst[0] < 1e-12, worst

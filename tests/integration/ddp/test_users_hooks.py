@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from lightning_dist import DDPStrategy, MeshStrategy, ParameterServerStrategy
 from tests.helpers.networks.models import (
     Classifier,
+    assert_equal,
     make_data,
     make_loader,
     make_module,
@@ -155,9 +156,7 @@ def fit(name: str, strategy: str, devices: int) -> State:
 def test_equals_one_device(workers: WorkerPool, name: str, strategy: str) -> None:
     (expected,) = workers.run(1, fit, name, strategy, 1)
     for state in workers.run(2, fit, name, strategy, 2):
-        assert state.keys() == expected.keys()
-        for key, value in state.items():
-            assert float((value - expected[key]).abs().max()) < 1e-12, key
+        assert_equal(state, expected)
 
 
 def fit_noisy() -> State:

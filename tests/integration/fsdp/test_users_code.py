@@ -15,6 +15,7 @@ from lightning_dist import FSDPStrategy
 from lightning_dist.wrap import ByClass
 from tests.helpers.networks.models import (
     Classifier,
+    assert_equal,
     make_loader,
     make_module,
     make_optimizer,
@@ -149,9 +150,7 @@ def fit(name: str, devices: int) -> State:
 def test_equals_one_device(workers: WorkerPool, name: str) -> None:
     (expected,) = workers.run(1, fit, name, 1)
     for state in workers.run(2, fit, name, 2):
-        assert state.keys() == expected.keys()
-        for key, value in state.items():
-            assert float((value - expected[key]).abs().max()) < 1e-12, key
+        assert_equal(state, expected)
 
 
 class Average(L.Callback):

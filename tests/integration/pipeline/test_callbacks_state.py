@@ -17,7 +17,13 @@ from lightning_dist import MeshStrategy, PipelineStrategy
 from lightning_dist.callbacks import ShardedWeightAveraging
 from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.splitting.config import PipelineConfig
-from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.networks.models import (
+    Classifier,
+    assert_equal,
+    make_loader,
+    make_module,
+    make_trainer,
+)
 from tests.helpers.processes.workers import WorkerPool
 
 
@@ -135,8 +141,7 @@ def statistics(devices: int) -> dict[str, Tensor]:
 def test_statistics_ahead_of_the_model_see_a_batch_once(workers: WorkerPool) -> None:
     (expected,) = workers.run(1, statistics, 1)
     for found in workers.run(2, statistics, 2):
-        for name, value in expected.items():
-            assert float((found[name] - value).abs().max()) < 1e-12, name
+        assert_equal(found, expected)
 
 
 class Renames(Classifier):

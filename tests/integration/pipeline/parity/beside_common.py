@@ -25,12 +25,6 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 UPDATES: dict[str, Any] = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 
 
-def assert_equal(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    worst = max((float((found[n] - value).abs().max()), n) for n, value in expected.items())
-    assert worst[0] < 1e-12, worst
-
-
 def fit_half(class_: type[L.LightningModule], devices: int) -> State:
     """Trains in bf16 with masters, on stages or on a single device."""
     batches: Any = [(x.float(), y) for x, y in make_loader()]

@@ -16,6 +16,7 @@ from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from tests.helpers.networks.models import (
     Classifier,
+    assert_equal,
     make_loader,
     make_module,
     make_trainer,
@@ -28,7 +29,6 @@ from tests.integration.pipeline.parity.beside_common import (
     CUT,
     UPDATES,
     State,
-    assert_equal,
     fit_half,
 )
 

@@ -21,6 +21,7 @@ from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from tests.helpers.networks.models import (
     Classifier,
     ConvLayer,
+    assert_equal,
     make_loader,
     make_module,
     make_trainer,
@@ -33,7 +34,6 @@ from tests.integration.pipeline.parity.beside_common import (
     CUT,
     UPDATES,
     State,
-    assert_equal,
     fit_half,
 )
 
