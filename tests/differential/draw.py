@@ -58,9 +58,10 @@ def _models(entry: Entry) -> list[str]:
     return [name for name in MODELS if name not in left_out]
 
 
-def _optimizers(name: str) -> list[str]:
-    """An estimate from all parameters is that of one device where each rank has all of them."""
-    return sorted(OPTIMIZERS if name == "ddp" else OPTIMIZERS.keys() - {"one_estimate"})
+def _optimizers(entry: Entry) -> list[str]:
+    """An estimate from all parameters is not had where a rank's optimizer has some of them."""
+    in_parts = entry.is_pipeline or entry.averages_behind_hooks
+    return sorted(OPTIMIZERS.keys() - {"one_estimate"} if in_parts else OPTIMIZERS)
 
 
 def _callbacks(name: str, entry: Entry) -> list[str]:
@@ -189,7 +190,7 @@ def cases(draw: st.DrawFn, strategies: tuple[str, ...] | None = None) -> Case:
         logs.add("loss")
     needs_validation = bool(set(OF_VALIDATION) & set(callbacks)) or scheduler == "plateau_epoch"
     is_exact = precision in ("double", "64-true") and not is_rough
-    optimizer = draw(st.sampled_from(_optimizers(name))) if is_exact else "sgd"
+    optimizer = draw(st.sampled_from(_optimizers(entry))) if is_exact else "sgd"
     if model == "sparse":
         optimizer = "adagrad"
     stepping = draw(st.sampled_from(_steppings(name, entry, callbacks)))

@@ -132,10 +132,6 @@ class HyperparameterHistory:
         """Removes the oldest batch, after its update."""
         self._noted.popleft()
 
-    def clear(self) -> None:
-        """Forgets all batches without an update."""
-        self._noted.clear()
-
 
 def group_values(optimizer: Optimizer) -> _Groups:
     """Returns copies of the values in an optimizer's parameter groups, without the parameters."""

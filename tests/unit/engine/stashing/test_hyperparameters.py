@@ -142,7 +142,7 @@ def test_an_update_refuses_groups_that_its_batch_did_not_know() -> None:
         history.of_next_update(optimizer),
     ):
         pass
-    history.clear()
+    history.end_update()
     history.remember(optimizer)
     with history.of_next_update(optimizer):
         pass
