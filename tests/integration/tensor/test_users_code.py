@@ -95,11 +95,41 @@ class Fused(Net):
         return OwnLoss.apply(logits, batch[1])
 
 
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.block, self.head = nn.Embedding(8, 6), Block(), nn.Linear(6, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.tokens(ids)))
+
+
+class Taught(Net):
+    """Follows an average of itself, which has a vocabulary of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks, self.head
+        self.student, self.teacher = Language(), Language().requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids = batch[0].argmax(-1)
+        with torch.no_grad():
+            target = self.teacher(ids).softmax(-1)
+        return F.cross_entropy(self.student(ids).flatten(0, 1), target.flatten(0, 1))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+        for average, new in pairs:
+            average.data.mul_(0.5).add_(new.detach(), alpha=0.5)
+
+
 MODULES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "clips": (Clips, {}),
     "branches": (Branches, {}),
     "early": (Early, {"sequence_parallel": True}),
     "own loss": (Fused, {"loss_parallel": True}),
+    "taught": (Taught, {"plan": "auto"}),
 }
 
 
@@ -108,7 +138,7 @@ def fit(name: str, devices: int) -> State:
     module = make_module(class_)
     strategy: Any = "auto"
     if devices > 1:
-        strategy = TensorParallelStrategy(plan=PLAN, **options)
+        strategy = TensorParallelStrategy(**{"plan": PLAN, **options})
     trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
     trainer.fit(module, make_loader(24))
     return state_of(module)

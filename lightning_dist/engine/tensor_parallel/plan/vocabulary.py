@@ -38,10 +38,21 @@ def find_vocabulary(module: nn.Module, taken: Collection[str], tp_size: int) -> 
     candidates = [name for name in tables if heads[name] or would_have_head]
     if not candidates:
         return {}
-    name = max(candidates, key=lambda name: (heads[name] is not None, tables[name].num_embeddings))
-    table, head = tables[name], heads[name]
-    if table.num_embeddings % tp_size:
+    best = max(candidates, key=lambda name: (heads[name] is not None, tables[name].num_embeddings))
+    size = tables[best].weight.shape
+    if size[0] % tp_size:
         return {}
+    found: dict[str, Style] = {}
+    for name in candidates:  # a copy of the model, a teacher say, is sharded as the model is
+        if tables[name].weight.shape == size:
+            found |= _table_and_head(module, tables, name, heads[name])
+    return found
+
+
+def _table_and_head(
+    module: nn.Module, tables: Mapping[str, nn.Embedding], name: str, head: str | None
+) -> dict[str, Style]:
+    table = tables[name]
     found = {name: Style.VOCAB for name, part in tables.items() if part.weight is table.weight}
     if head is not None:
         found[head] = Style.COLWISE_GATHER

@@ -39,11 +39,19 @@ def test_a_vocabulary_that_cannot_be_shared_out_stays_whole() -> None:
     assert plan_of(model, tp_size=31).keys() == {*MLP, "tokens", "head"}
 
 
-def test_a_head_is_that_of_the_embedding_s_own_model() -> None:
+def test_a_copy_of_the_model_is_sharded_as_the_model_is() -> None:
     def tied() -> nn.Module:
         model = language_model(head=nn.Linear(WIDTH, 30, bias=False))
         model.head.weight = model.tokens.weight
         return model
 
     both = holder(policy=tied(), reference=tied().requires_grad_(False))
+    assert plan_of(both) == {
+        "policy.tokens": "vocab",
+        "policy.head": "colwise_gather",
+        "reference.tokens": "vocab",
+        "reference.head": "colwise_gather",
+    }
+    both.user = Adapted(WIDTH, 30)
+    both.user.weight = both.reference.tokens.weight
     assert plan_of(both) == {"policy.tokens": "vocab", "policy.head": "colwise_gather"}
