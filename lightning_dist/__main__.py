@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     doctor = commands.add_parser("doctor", help="check hosts, links and disks before a run")
     add_arguments(doctor)
     doctor.set_defaults(run=run_doctor)
-    planned = commands.add_parser("plan", help="find the fastest layout of a module on a machine")
+    planned = commands.add_parser(
+        "plan",
+        help="find the fastest layout of a module on a machine",
+        allow_abbrev=False,  # or a configuration would replace what is abbreviated
+    )
     add_plan_arguments(planned)
     planned.set_defaults(run=run_plan, words=sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(arguments)

@@ -22,7 +22,7 @@ from lightning_dist.engine.planning.devices import DEVICES, PCIE, find_device
 from lightning_dist.engine.planning.links import Link, LinksByKind
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.plan import Price, Ranking
-from lightning_dist.engine.planning.search.search import Request, search
+from lightning_dist.engine.planning.search.search import Request, schedule_names, search
 from lightning_dist.engine.sharding.deferred_init.api import deferred_init
 from lightning_dist.engine.tensors.skeleton import skeleton_of
 from lightning_dist.engine.tensors.tree import map_tensors
@@ -32,6 +32,7 @@ from lightning_dist.strategies.mesh_runtime.measuring.costs import (
     tensor_sizes_of,
 )
 
+_LATENCY_US = 20.0
 _GLOO, _ETHERNET, _FABRIC = Link(50e-6, 2e9), Link(50e-6, 1.25e9), Link(20e-6, 50e9)
 
 
@@ -50,7 +51,7 @@ def plan(
     between: Link | None = None,
     processors: float | None = None,
     overlap: float | None = None,
-    schedules: tuple[str, ...] | None = None,
+    schedules: Sequence[str] | None = None,
     recompute: bool = True,
     states_per_parameter: int = 2,
     num_plans: int = 10,
@@ -118,7 +119,7 @@ def plan(
     )
     request = Request(global_batch, batch_size, recompute=recompute, num_plans=num_plans)
     if schedules is not None:
-        request = replace(request, schedules=tuple(schedules))
+        request = replace(request, schedules=schedule_names(schedules))
     if sheet is None:
         module.configure_model()
         own, place, speed = module.to(here), here, None
@@ -171,9 +172,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--efficiency", type=float, default=0.4, help="share of its speed that is reached")
     add("--link-gbit", type=float, help="between the ranks of a host")
-    add("--link-us", type=float, default=20.0, help="latency there, in microseconds")
+    add("--link-us", type=float, help=f"latency there, in microseconds (default {_LATENCY_US:g})")
     add("--host-link-gbit", type=float, help="of a host")
-    add("--host-link-us", type=float, default=20.0, help="latency there, in microseconds")
+    add("--host-link-us", type=float, help="latency there, with the same default")
     add("--processors", type=float, help="ranks of a host that compute at the same time")
     add("--overlap", type=float, help="share of a collective's time in which its rank computes")
     add("--schedules", nargs="+", help="that are allowed; default: all synchronous ones")
@@ -245,8 +246,8 @@ def _plan_of(options: argparse.Namespace) -> Ranking:
         batch_size=options.batch_size,
         device=options.device,
         efficiency=options.efficiency,
-        within=_link(options.link_gbit, options.link_us),
-        between=_link(options.host_link_gbit, options.host_link_us),
+        within=_link("link", options.link_gbit, options.link_us),
+        between=_link("host-link", options.host_link_gbit, options.host_link_us),
         processors=options.processors,
         overlap=options.overlap,
         schedules=options.schedules,
@@ -294,5 +295,10 @@ def _batch_of(source: Any) -> Any:
     return next(iter(source.train_dataloader()))
 
 
-def _link(gigabits: float | None, microseconds: float) -> Link | None:
-    return None if gigabits is None else Link(microseconds * 1e-6, gigabits * 1e9 / 8)
+def _link(name: str, gigabits: float | None, microseconds: float | None) -> Link | None:
+    if gigabits is None:
+        if microseconds is not None:
+            raise ValueError(f"--{name}-us={microseconds:g} needs --{name}-gbit beside it.")
+        return None
+    latency = _LATENCY_US if microseconds is None else microseconds
+    return Link(latency * 1e-6, gigabits * 1e9 / 8)

@@ -27,7 +27,7 @@ from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.machine import Machine
 from lightning_dist.engine.planning.search.model_costs import ModelCosts, averaged
 from lightning_dist.engine.planning.search.plan import Ranking
-from lightning_dist.engine.planning.search.search import Request, search
+from lightning_dist.engine.planning.search.search import Request, schedule_names, search
 from lightning_dist.engine.planning.search.tried import corrected, next_to_try
 from lightning_dist.engine.tensor_parallel.config import TensorConfig
 from lightning_dist.engine.tensors.rng import random_state_kept
@@ -36,6 +36,7 @@ from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.model_checks import check_dense_gradients
 from lightning_dist.strategies.mesh import MeshStrategy, arguments_of
 from lightning_dist.strategies.mesh_runtime.first_call import share_first_batch
+from lightning_dist.strategies.mesh_runtime.kept_sharding import forget_replicas
 from lightning_dist.strategies.mesh_runtime.measuring.costs import (
     Measurement,
     memory_of,
@@ -109,7 +110,7 @@ class AutoStrategy(MeshStrategy):
             batch_size=1, recompute=recompute, replicas=replicas, num_plans=num_plans
         )
         if schedules is not None:
-            self._request = replace(self._request, schedules=tuple(schedules))
+            self._request = replace(self._request, schedules=schedule_names(schedules))
         self._states = states_per_parameter
         self._ranking: Ranking | None = None
 
@@ -129,6 +130,8 @@ class AutoStrategy(MeshStrategy):
         if self.is_fitting and self._ranking is None:
             if self.world_size > 1:
                 check_dense_gradients(self.module, "the plans that are compared")
+            forget_replicas(self.module)
+            self._sharded = None
             with random_state_kept(self.root_device):
                 ranking = self._search(trainer)
             rank_zero_info(f"{ranking.table().title}\n{ranking.table()}")

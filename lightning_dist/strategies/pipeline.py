@@ -76,7 +76,8 @@ class PipelineStrategy(MeasuredStages, TracesModels, MovableLayers):
         num_microbatches: Number of micro-batches of each Lightning batch. ``"auto"`` is 4 per rank
             for synchronous schedules (fewer where each would have one sample, and 1 for one rank),
             1 for ``"pipedream"`` and 1 per rank for ``"pipedream_2bw"``. A module with BatchNorm
-            gets 1, if the schedule can: its statistics are then those of the batch.
+            gets 1, if the schedule can: its statistics are then those of the batch. Under a
+            synchronous schedule a batch of fewer samples, as an epoch's last, is cut into fewer.
         layers: Dotted path of the ``nn.Sequential`` whose children are the layers, or of the
             ``nn.ModuleList`` or ``nn.Sequential`` of a model's blocks. ``"auto"`` takes the Hugging
             Face model (by its own pipeline plan), or else the sequence, or else the model that runs

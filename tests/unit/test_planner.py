@@ -88,7 +88,7 @@ def test_arguments_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path = tmp_path / "ask.yaml"
     path.write_text(
         "module: recipes.gpt:GPT\nmodule_args: {width: 32, num_heads: 2}\nworld_size: 8\n"
-        "data: tests.unit.test_planner:batch\nglobal_batch: 8\ndevice: l4\ntop: 2\n"
+        "data: tests.unit.test_planner:batch\nglobal_batch: 8\ndevice: l4\ntop: 2\nschedules: gpipe\n"
     )
     main(["plan", "--config", str(path)])
     assert "The best 2 of" in capsys.readouterr().out
@@ -116,6 +116,9 @@ def test_arguments_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--world-size 0", "world_size=0"),
         ("--states-per-parameter -1", "states_per_parameter=-1"),
         ("--link-gbit 0", "a bandwidth above 0"),
+        ("--link-us 5", "--link-us=5 needs --link-gbit"),
+        ("--host-link-us 5", "--host-link-us=5 needs --host-link-gbit"),
+        ("--memory 5", "unrecognized arguments: --memory 5"),
         ("--budget 5", "--budget and --samples-per-epoch need --price-per-hour"),
         ("--out /nowhere/plan.yaml", "--out /nowhere/plan.yaml: there is no such folder"),
         ("--config nothing.yaml", "No such file or directory: 'nothing.yaml'"),

@@ -131,9 +131,8 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
     if num_samples < num_microbatches:
         raise ValueError(
             f"A batch of {num_samples} samples cannot be cut into num_microbatches="
-            f"{num_microbatches}. Use at most as many micro-batches as the smallest batch has"
-            " samples: lower `num_microbatches`, raise the batch size, or drop the last, smaller"
-            " batch with `DataLoader(drop_last=True)`."
+            f"{num_microbatches}, as an asynchronous schedule must. Lower `num_microbatches`, raise"
+            " the batch size, or drop the last, smaller batch with `DataLoader(drop_last=True)`."
         )
     sizes = [
         num_samples // num_microbatches + (index < num_samples % num_microbatches)

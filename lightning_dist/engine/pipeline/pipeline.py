@@ -160,7 +160,7 @@ class Pipeline:
     def _split(self, batch: Any) -> list[Microbatch]:
         if self.shape.num_microbatches == 1:
             return split(batch, 1)
-        return split(batch, self._rounds.num_pieces(batch_size_of(batch) or 1))
+        return split(batch, self._rounds.num_pieces(batch_size_of(batch)))
 
     def train_batch(
         self,

@@ -97,8 +97,7 @@ class PipelineShape:
         layers_per_stage: The partition.
         rank: This rank's index in the pipeline.
         stages_per_rank: Number of stages on each rank.
-        may_use_fewer: Whether a small batch is cut into fewer micro-batches, of two samples at
-            least; otherwise a batch of fewer samples than micro-batches is an error.
+        keeps_pairs: Whether a batch is cut into fewer micro-batches, so that each has two samples.
         replica_index: Index of this rank's data replica, for the random numbers only.
     """
 
@@ -107,7 +106,7 @@ class PipelineShape:
     layers_per_stage: tuple[int, ...]
     rank: int
     stages_per_rank: int = 1
-    may_use_fewer: bool = False
+    keeps_pairs: bool = False
     replica_index: int = 0
 
     @property

@@ -122,12 +122,17 @@ class Rounds:
         self.asynchronous, self.delay = self._stream.asynchronous, self._stream.delay
         self.lag = self.update_rule.lag(shape.num_ranks, shape.num_microbatches)
 
-    def num_pieces(self, batch_size: int) -> int:
-        """Returns the number of micro-batches into which a batch of some samples is cut."""
+    def num_pieces(self, batch_size: int | None) -> int:
+        """Returns the number of micro-batches into which a batch of some samples is cut.
+
+        Under a synchronous schedule a batch of fewer samples than micro-batches, as an epoch's last
+        one, is cut into fewer.
+        """
         count = self._shape.num_microbatches
-        if not self._shape.may_use_fewer:
+        is_fixed = not self._shape.keeps_pairs and (batch_size is None or batch_size >= count)
+        if self.asynchronous or is_fixed:
             return count
-        return self._family.microbatches_of(self._shape.num_ranks, batch_size, count)
+        return self._family.microbatches_of(self._shape.num_ranks, batch_size or 1, count)
 
     def training(self, batch_index: int, num_microbatches: int) -> Round:
         """Returns the round of a training batch, counted since the last drain.

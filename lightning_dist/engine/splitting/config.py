@@ -214,7 +214,7 @@ class PipelineConfig:
             layers_per_stage,
             mesh.coordinates(rank)["pp"],
             stages_per_rank=len(layers_per_stage) // mesh.pp,
-            may_use_fewer=self.num_microbatches == "auto" and not self.asynchronous,
+            keeps_pairs=self.num_microbatches == "auto",
             replica_index=mesh.data_index(rank),
         )
 

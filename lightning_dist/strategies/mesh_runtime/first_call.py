@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -93,7 +94,7 @@ def first_call(
         grad = torch.enable_grad() if name == "training_step" else torch.no_grad()
         try:
             batch = lightning_loaders.to_step(trainer, read[0], module.device)
-            with watch_call(traced) as seen, not_logging(module), casts, in_step, grad:
+            with watch_call(traced) as seen, ahead_of_run(module), casts, in_step, grad:
                 step(*arguments_of(step, batch, read[1]))
         except Exception as error:
             raise ValueError(
@@ -145,17 +146,44 @@ def share_first_batch(
 
 
 @contextmanager
-def not_logging(module: pl.LightningModule) -> Iterator[None]:
-    """Returns a context manager in which a module logs and prints nothing."""
+def ahead_of_run(module: pl.LightningModule) -> Iterator[None]:
+    """Returns a context manager for steps of a module ahead of its run.
+
+    They log and print nothing. A step that asks for optimizers or schedulers, to log a rate say,
+    gets some that are not the run's.
+    """
     with ExitStack() as undo:
         trainer = None
         with suppress(RuntimeError):  # what Lightning raises if there is none
             trainer = module.trainer
         if trainer is not None:
             undo.enter_context(RankZeroCalls(module, is_source=False).in_step())
+            if trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization:
+                undo.enter_context(_optimizers_on_demand(trainer, module))
         for name in ("log", "log_dict"):
             undo.callback(replace_method(module, name, lambda *_, **__: None))
         yield
+
+
+@contextmanager
+def _optimizers_on_demand(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    strategy, made = trainer.strategy, list[bool]()
+
+    def asked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not made:
+            Strategy.setup_optimizers(strategy, trainer)
+            made.append(True)
+        return original(*args, **kwargs)
+
+    with ExitStack() as undo:
+        for name in ("optimizers", "lr_schedulers"):
+            method = partial(asked, getattr(module, name))
+            undo.callback(replace_method(module, name, method))
+        try:
+            yield
+        finally:
+            if made:
+                strategy.optimizers, strategy.lr_scheduler_configs = [], []
 
 
 def arguments_of(step: Callable[..., Any], batch: Any, num_loaders: int) -> list[Any]:

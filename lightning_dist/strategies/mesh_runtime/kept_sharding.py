@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 
 _ATTRIBUTE = "_lightning_dist_sharding"
@@ -67,6 +68,25 @@ def find_sharding(
             " checkpoint of the module into a new one."
         )
     return kept.sharded
+
+
+def forget_replicas(module: pl.LightningModule) -> None:
+    """Forgets how an earlier run placed a module that each rank has whole, as evaluations do.
+
+    Raises:
+        ValueError: The module is cut or sharded.
+    """
+    kept = vars(module).get(_ATTRIBUTE)
+    if not isinstance(kept, KeptSharding) or kept.sharded.module is not module:
+        return
+    mesh: MeshShape = kept.settings["mesh"]
+    if kept.sharded.is_sharded or mesh.pp * mesh.tp > 1:
+        raise ValueError(
+            f"AutoStrategy measures a whole module, and this one is on {mesh}, of an earlier"
+            " Trainer. Use that Trainer's strategy, or load a checkpoint of the module into a new"
+            " one."
+        )
+    delattr(module, _ATTRIBUTE)
 
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

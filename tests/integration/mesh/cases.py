@@ -89,10 +89,7 @@ def accumulated(case: Case) -> Case:
     """Makes a mesh's case with two batches to an update, fewer and smaller ones for the last."""
     # A replica's last batch may have fewer samples than micro-batches.
     return replace(
-        case,
-        num_microbatches=2 if case.replicas == 1 else "auto",
-        accumulate=2,
-        num_samples=UNEVEN_SAMPLES[case.replicas],
+        case, num_microbatches=2, accumulate=2, num_samples=UNEVEN_SAMPLES[case.replicas]
     )
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist import AutoStrategy
 from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.checkpoint import load_full
 from lightning_dist.engine.planning.search.plan import Plan
-from tests.helpers.gpt_parity import BATCH_SIZE, TOLERANCE, data, make_gpt
+from tests.helpers.gpt_parity import BATCH_SIZE, DEPTH, TOLERANCE, Measured, data, make_gpt
 from tests.helpers.networks.models import make_trainer
 from tests.helpers.processes.workers import WorkerPool
 
@@ -54,6 +55,51 @@ def train_planned(path: Path, replicas: int | None) -> Any:
     num_steps = train(strategy, 2, path)
     assert strategy.ranking is not None
     return num_steps, strategy.ranking.best
+
+
+class Asking(Measured):
+    """Looks at the learning rate in each step, as to log it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scheduler: Any = self.lr_schedulers()
+        assert scheduler.get_last_lr() == [self.optimizers().param_groups[0]["lr"]] == [0.01]
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def fit_twice() -> str:
+    """Validates, fits, and fits by another strategy."""
+    module = Asking(width=32, depth=DEPTH, num_heads=4)
+    batches = DataLoader(data(BATCH_SIZE), batch_size=BATCH_SIZE)
+    strategy = AutoStrategy(replicas=1, timeout_s=60.0)
+    trainer = make_trainer(devices=2, strategy=strategy, max_steps=1)
+    trainer.validate(module, batches)
+    trainer.fit(module, batches, batches)
+    assert trainer.global_step == 1
+    again = make_trainer(devices=2, strategy=AutoStrategy(timeout_s=60.0), max_steps=2)
+    with pytest.raises(ValueError, match="measures a whole module") as error:
+        again.fit(module, batches, batches)
+    return str(error.value)
+
+
+def test_fits_what_it_has_validated_by_steps_that_ask_for_the_rate(workers: WorkerPool) -> None:
+    first, second = workers.run(2, fit_twice, timeout=120.0)
+    assert first == second
+
+
+def fit_by_hand() -> None:
+    module = make_gpt()
+    module.automatic_optimization = False
+    batches = DataLoader(data(BATCH_SIZE), batch_size=BATCH_SIZE)
+    with pytest.raises(ValueError, match="optimizes manually"):
+        make_trainer(devices=2, strategy=AutoStrategy(timeout_s=60.0)).fit(module, batches, batches)
+
+
+def test_refuses_manual_optimization(workers: WorkerPool) -> None:
+    workers.run(2, fit_by_hand, timeout=120.0)
 
 
 def test_trains_on_the_best_plan_as_a_single_device(

@@ -73,6 +73,11 @@ class Request:
                 )
 
 
+def schedule_names(schedules: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of schedules, which a configuration may give as a single string."""
+    return (schedules,) if isinstance(schedules, str) else tuple(schedules)
+
+
 def search(costs: ModelCosts, machine: Machine, request: Request) -> Ranking:
     """Returns the best plans.
 

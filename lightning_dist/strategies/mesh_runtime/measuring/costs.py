@@ -43,7 +43,7 @@ from lightning_dist.engine.tensors.observers import OperationWatch
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.samples import batch_size_of
 from lightning_dist.engine.tensors.tree import tensors_in
-from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
+from lightning_dist.strategies.mesh_runtime.first_call import ahead_of_run, arguments_of
 from lightning_dist.strategies.mesh_runtime.measuring.updates import (
     Moments,
     TimedUpdate,
@@ -86,19 +86,22 @@ class Measurement:
             batch: A batch as a step gets it; its samples are the largest micro-batch.
 
         Raises:
-            ValueError: The batch has no samples, or the step fails without a Trainer's run.
+            ValueError: The batch has no samples, the module optimizes manually, or the step fails
+                without a Trainer's run.
         """
+        if not module.automatic_optimization:
+            raise ValueError(
+                "The planner measures steps that return a loss, and this module optimizes manually."
+                " Use DDPStrategy or MeshStrategy, or set `automatic_optimization = True`."
+            )
         num_samples = batch_size_of(batch)
         if not num_samples:
             raise ValueError("The batch has no samples: give tensors with the samples in dim 0.")
         parts, can_cut = _find_parts(module)
-        with random_state_kept(self.device), state_kept(module), not_logging(module):
+        with random_state_kept(self.device), state_kept(module), ahead_of_run(module):
             statistics = find_batch_statistics(module.train())
-            sizes = [num_samples]
-            while sizes[-1] > 1 and len(sizes) < _MOST_SIZES:
-                sizes.append(-(-sizes[-1] // _FEWER))
-            if statistics and num_samples > 1:  # BatchNorm takes no single sample
-                sizes = sorted({max(2, size) for size in sizes}, reverse=True)
+            # BatchNorm takes no single sample.
+            sizes = sizes_to_measure(num_samples, at_least=2 if statistics else 1)
             adding = self._adding_seconds(module)
             moments = Moments()
             if self.flops_per_second is None:
@@ -190,7 +193,9 @@ class Measurement:
                     loss.backward()
         except Exception as error:
             error.add_note(
-                "The planner runs `training_step` on one rank to measure it, outside of a fit."
+                "The planner runs `training_step` on one rank to measure it, ahead of the fit. Make"
+                " what the step needs in `__init__` or `setup`, or use MeshStrategy, which measures"
+                " nothing."
             )
             raise
         if update is not None:
@@ -213,10 +218,18 @@ class Measurement:
         return median(taken[_FIRST_RUNS:]) / max(1, sum(each.nbytes for each in sums))
 
 
+def sizes_to_measure(num_samples: int, at_least: int = 1) -> list[int]:
+    """Returns the samples of the micro-batches to measure, halved again and again."""
+    sizes = [num_samples]
+    while sizes[-1] > at_least and len(sizes) < _MOST_SIZES:
+        sizes.append(max(at_least, -(-sizes[-1] // _FEWER)))
+    return sizes
+
+
 def _micro(batch: Any, size: int) -> Microbatch:
     """Returns the first micro-batch of so many samples."""
     whole = batch_size_of(batch) or size
-    return split(batch, max(1, whole // size))[0]
+    return split(batch, -(-whole // size))[0]
 
 
 class _FlopRecorder(Recorder):

@@ -42,7 +42,7 @@ from lightning_dist.engine.sharding.fully_shard import fill
 from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.engine.tensors.skeleton import skeleton_of
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin, half_precision_of
-from lightning_dist.strategies.mesh_runtime.first_call import arguments_of, not_logging
+from lightning_dist.strategies.mesh_runtime.first_call import ahead_of_run, arguments_of
 from lightning_dist.strategies.mesh_runtime.measuring.updates import dense, optimizer_of
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
@@ -107,7 +107,7 @@ class Rehearsal:
             half.connect(own, [], [])
             if composed.shards:
                 half.leave_to_shards()
-        with not_logging(own):
+        with ahead_of_run(own):
             if composed.split is None:
                 return self._seconds(self._whole(composed, ranks, how))
             return self._staged(composed, mesh, how, ranks)

@@ -120,3 +120,13 @@ def test_micro_batches_have_two_samples_where_the_schedule_can(
     schedule: str, num_ranks: int, batch_size: int, expected: int
 ) -> None:
     assert find_family(schedule).microbatches_of(num_ranks, batch_size, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "batch_size", "expected"),
+    [("1f1b", 8, 8), ("1f1b", 7, 3), ("1f1b", None, 8), ("pipedream_2bw", 7, 8)],
+)
+def test_a_batch_of_fewer_samples_is_cut_into_fewer_micro_batches(
+    schedule: str, batch_size: int | None, expected: int
+) -> None:
+    assert Rounds(PipelineShape(schedule, 8, (1, 1), 0)).num_pieces(batch_size) == expected

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.engine.pipeline.microbatch import split
 from lightning_dist.engine.tensors.skeleton import skeleton_of
 from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.mesh_runtime.measuring.costs import (
     Measurement,
     memory_of,
     parameters_per_layer,
+    sizes_to_measure,
 )
 from recipes.gpt import GPT
 
@@ -195,3 +197,16 @@ def test_a_gpu_keeps_memory_for_contexts(monkeypatch: pytest.MonkeyPatch) -> Non
     properties = SimpleNamespace(total_memory=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert 90 <= memory_of(torch.device("cuda", 0), 8) <= 95
+
+
+@pytest.mark.parametrize("at_least", [1, 2])
+def test_each_batch_can_be_cut_into_what_is_measured(at_least: int) -> None:
+    for num_samples in range(1, 65):
+        sizes = sizes_to_measure(num_samples, at_least)
+        pieces = [split(torch.ones(num_samples), -(-num_samples // n))[0].num_samples for n in sizes]
+        assert pieces == sizes == sorted({*sizes}, reverse=True)
+
+
+def test_measures_a_batch_of_seven() -> None:
+    costs = META.costs(skeleton_of(Wide()), torch.ones(7, 64, device="meta"))
+    assert [batch.num_samples for batch in costs.batches] == [1, 2, 4, 7]
