@@ -88,7 +88,8 @@ def test_arguments_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path = tmp_path / "ask.yaml"
     path.write_text(
         "module: recipes.gpt:GPT\nmodule_args: {width: 32, num_heads: 2}\nworld_size: 8\n"
-        "data: tests.unit.test_planner:batch\nglobal_batch: 8\ndevice: l4\ntop: 2\nschedules: gpipe\n"
+        "data: tests.unit.test_planner:batch\nglobal_batch: 8\ndevice: l4\ntop: 2\n"
+        "schedules: gpipe\n"
     )
     main(["plan", "--config", str(path)])
     assert "The best 2 of" in capsys.readouterr().out

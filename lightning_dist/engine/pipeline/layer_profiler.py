@@ -99,7 +99,9 @@ class LayerProfiler:
         updates = self._spans(SpanKind.UPDATE)
         steps = [after.end_seconds - before.end_seconds for before, after in pairwise(updates)]
         of_layers: dict[int, list[LayerCosts]] = defaultdict(list)
+        before: set[nn.Parameter] = set()
         for index, part in enumerate(self._parts):
+            parameters = set(part.module.parameters())
             own = copied = version_bytes(part.module.parameters())
             beside = 0
             if self._half is not None:
@@ -111,12 +113,16 @@ class LayerProfiler:
                 backward_seconds=_median(backwards[index]),
                 boundary_bytes=sizes.sent,
                 parameter_bytes=own,
+                tied_bytes=version_bytes(parameters & before),
+                frozen_bytes=_bytes_of(p for p in parameters if not p.requires_grad),
+                buffer_bytes=_bytes_of(part.module.buffers()),
                 activation_bytes=sizes.kept,
                 shared_bytes=sizes.shared,
                 resident_bytes=_resident_bytes(part.module, states or {}) + beside,
                 version_bytes=copied,
             )
             of_layers[part.layer_index].append(costs)
+            before |= parameters
         return RankProfile(
             layers={layer: LayerCosts.of_parts(parts) for layer, parts in of_layers.items()},
             own_forward_seconds={stage: _median(s) for stage, s in own_forwards.items()},
@@ -219,8 +225,11 @@ def _resident_bytes(layer: nn.Module, states: Mapping[Tensor, Any]) -> int:
     parameters = list(layer.parameters())
     kept = tensors_in([states[p] for p in parameters if p in states])
     tensors = (*parameters, *layer.buffers(), *kept)
-    of_gradients = version_bytes(parameters)
-    return of_gradients + sum(local_part(tensor.detach()).nbytes for tensor in tensors)
+    return version_bytes(parameters) + _bytes_of(tensors)
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(local_part(tensor.detach()).nbytes for tensor in tensors)
 
 
 def _median(values: list[float]) -> float:

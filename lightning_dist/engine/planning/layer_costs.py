@@ -26,6 +26,9 @@ class LayerCosts:
         backward_seconds: Time of the layer's whole backward.
         boundary_bytes: Bytes of the layer's output.
         parameter_bytes: Bytes of the layer's trainable parameters.
+        tied_bytes: Bytes of these that layers before it have, too.
+        frozen_bytes: Bytes of the layer's other parameters.
+        buffer_bytes: Bytes of the layer's buffers.
         activation_bytes: Bytes that the forward keeps for the backward, without the parameters.
         shared_bytes: Bytes of these that layers before it keep, too, if one rank has them.
         transient_bytes: Most bytes that the backward holds for a moment, besides what this layer
@@ -40,6 +43,9 @@ class LayerCosts:
     backward_seconds: float
     boundary_bytes: int = 0
     parameter_bytes: int = 0
+    tied_bytes: int = 0
+    frozen_bytes: int = 0
+    buffer_bytes: int = 0
     activation_bytes: int = 0
     shared_bytes: int = 0
     transient_bytes: int = 0

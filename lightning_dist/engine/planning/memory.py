@@ -48,7 +48,7 @@ class RankMemory:
     """Bytes of one rank at the worst moment of its training.
 
     Attributes:
-        parameters: Bytes of the rank's shard of the parameters.
+        parameters: Bytes of the rank's shard of the parameters; a plan's, with buffers.
         gradients: Bytes of the shard's gradients.
         optimizer_state: Bytes of the shard's optimizer state.
         activations: Bytes of the activations of all micro-batches in flight.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 
-from lightning_dist.engine.planning.layer_costs import activations_of
+from lightning_dist.engine.planning.layer_costs import LayerCosts, activations_of
 from lightning_dist.engine.planning.memory import RankMemory
 from lightning_dist.engine.planning.partition import MemoryLimit, partition_layers
 from lightning_dist.engine.planning.search.held import (
@@ -50,16 +50,26 @@ class _Sums:
     own_seconds: float  # of each stage
     longest_seconds: float  # of a layer
     parameter_bytes: int
+    frozen_bytes: int
+    buffer_bytes: int
     kept_bytes: float
     recomputed_bytes: float  # of the largest layer that runs again in a backward
 
 
 @dataclass(slots=True)
 class _Part:
-    """A rank's part of a pipeline: its seconds of a micro-batch, and its layers' parameters."""
+    """A rank's part of a pipeline: its seconds of a micro-batch, and its layers."""
 
     busy_seconds: float = 0.0
-    sizes: list[int] = field(default_factory=list)
+    layers: list[LayerCosts] = field(default_factory=list)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    @property
+    def frozen_bytes(self) -> int:
+        return sum(layer.frozen_bytes for layer in self.layers)
 
 
 class Estimator:
@@ -110,6 +120,8 @@ class Estimator:
             own_seconds=step.own_forward_seconds + step.own_backward_seconds,
             longest_seconds=max(layer.seconds for layer in layers),
             parameter_bytes=sum(layer.parameter_bytes for layer in layers),
+            frozen_bytes=sum(layer.frozen_bytes for layer in layers),
+            buffer_bytes=sum(layer.buffer_bytes for layer in layers),
             kept_bytes=activations_of(layers) + batch.rest_bytes,
             recomputed_bytes=max(again, default=0.0),
         )
@@ -122,6 +134,7 @@ class Estimator:
         sums, mesh = self._sums(*_key(layout)), layout.mesh
         parameters = sums.parameter_bytes / mesh.pp
         held = parameters * bytes_per_parameter_byte(self.costs.states_per_parameter, layout)
+        held += (sums.frozen_bytes / mesh.dp_shard + sums.buffer_bytes) / mesh.pp
         return held + sums.kept_bytes / mesh.pp + sums.recomputed_bytes
 
     # --- estimates ---------------------------------------------------------------------------
@@ -153,11 +166,15 @@ class Estimator:
         batch = self.batch(layout)
         layers = batch.step.layers
         per_byte = bytes_per_parameter_byte(self.costs.states_per_parameter, layout)
+        shards = layout.mesh.dp_shard
         needs = [batch.transient_bytes, *(layer.transient_bytes for layer in layers)]
         beside = batch.rest_bytes + max(needs) + 6.0 * max(c.boundary_bytes for c in layers)
         limit = MemoryLimit(
             cap_bytes=self.machine.memory_bytes - beside,
-            resident_bytes=[per_byte * layer.parameter_bytes for layer in layers],
+            resident_bytes=[
+                per_byte * c.parameter_bytes + c.frozen_bytes / shards + c.buffer_bytes
+                for c in layers
+            ],
             flight_bytes=[layer.activation_bytes for layer in layers],
             in_flight=[most for own in self._flights(_shape(layout)) for ((_, most),) in own],
             copy_bytes=[0.0] * len(layers),
@@ -172,12 +189,13 @@ class Estimator:
 
     def _whole(self, layout: Layout) -> Estimate:
         step, machine = self.batch(layout).step, self.machine
-        parameters = self._sums(*_key(layout)).parameter_bytes
+        sums = self._sums(*_key(layout))
+        parameters = sums.parameter_bytes
         cost = step.of_stages(layout.partition)
         work = cost.forward_seconds[0] + cost.backward_seconds[0]
         update = self._update(layout, parameters)
-        num_units = 1 + sum(layer.parameter_bytes > 0 for layer in step.layers)
-        waits = along_data(machine, layout, parameters, num_units, num_gathers=2)
+        num_units = 1 + sum(c.parameter_bytes + c.frozen_bytes > 0 for c in step.layers)
+        waits = along_data(machine, layout, parameters, num_units, 2, sums.frozen_bytes)
         if layout.mesh.tp > 1:
             waits[INSIDE] = inside_layers(machine, layout, self.costs)
         waits |= batch_to_ranks(machine, layout, self.costs.sample_bytes)
@@ -193,7 +211,7 @@ class Estimator:
     def _staged(self, layout: Layout) -> Estimate:
         machine, count, shape = self.machine, layout.num_microbatches, _shape(layout)
         batch, parts = self.batch(layout), self._parts(layout)
-        parameters = [sum(part.sizes) for part in parts]
+        parameters = [part.parameter_bytes for part in parts]
         updates = [self._update(layout, held) for held in parameters]
         busy = [
             count * part.busy_seconds + update for part, update in zip(parts, updates, strict=True)
@@ -213,9 +231,10 @@ class Estimator:
             transfer_seconds=machine.link(layout.mesh, "pp", MessageKind.SEND).seconds(boundary),
         )
         later = max(compute, self._makespan(slower, shape) + max(updates)) - alone
-        num_units = max(len(part.sizes) for part in parts) + layout.stages_per_rank
+        num_units = max(len(part.layers) for part in parts) + layout.stages_per_rank
+        frozen = max(part.frozen_bytes for part in parts)
         waits = batch_to_ranks(machine, layout, self.costs.sample_bytes)
-        waits |= along_data(machine, layout, max(parameters), num_units, num_gathers=1)
+        waits |= along_data(machine, layout, max(parameters), num_units, 1, frozen)
         if inside.seconds:
             seconds = min(later, count * inside.seconds / layout.mesh.pp)
             waits[INSIDE] = Wait(count * inside.num_bytes / layout.mesh.pp, seconds)
@@ -235,7 +254,7 @@ class Estimator:
         homes = family.rank_of_stage(layout.mesh.pp, layout.stages_per_rank)
         for stage, (home, end) in enumerate(zip(homes, accumulate(layout.partition), strict=True)):
             own = step.layers[end - layout.partition[stage] : end]
-            parts[home].sizes += [layer.parameter_bytes for layer in own]
+            parts[home].layers += own
             parts[home].busy_seconds += cost.forward_seconds[stage] + cost.backward_seconds[stage]
         return parts
 
@@ -248,8 +267,8 @@ class Estimator:
         batch, again = self.batch(layout), self._sums(*_key(layout)).recomputed_bytes
         kept, needs = batch.held_by_stages(layout.partition)
         if layout.mesh.pp == 1:
-            sizes = [layer.parameter_bytes for layer in batch.step.layers]
-            yield memory_of_rank(self.costs, layout, sizes, kept[0] + again, needs[0])
+            layers = batch.step.layers
+            yield memory_of_rank(self.costs, layout, layers, kept[0] + again, needs[0])
             return
         parts, boundary = self._parts(layout), self._boundary_bytes(layout)
         of_ranks = zip(parts, self._flights(_shape(layout)), strict=True)
@@ -257,7 +276,7 @@ class Estimator:
             most = max(sum(n * kept[s] for s, n in counts) for counts in flights)
             need = max(needs[stage] for counts in flights for stage, _ in counts)
             sent = bytes_between_stages(layout, rank, boundary)
-            yield memory_of_rank(self.costs, layout, part.sizes, most + again, need, sent)
+            yield memory_of_rank(self.costs, layout, part.layers, most + again, need, sent)
 
     def _update(self, layout: Layout, parameters: int) -> float:
         whole, mesh = self.costs.parameter_bytes, layout.mesh

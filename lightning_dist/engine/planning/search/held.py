@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning_dist.engine.planning.layer_costs import LayerCosts
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart, sharded
 from lightning_dist.engine.planning.search.layout import Layout
 from lightning_dist.engine.planning.search.messages import BUCKET_BYTES
@@ -24,7 +25,7 @@ Flights = frozenset[tuple[tuple[int, int], ...]]
 def memory_of_rank(
     costs: ModelCosts,
     layout: Layout,
-    sizes: Sequence[int],
+    layers: Sequence[LayerCosts],
     activations: float,
     backward: float,
     messages: float = 0.0,
@@ -39,25 +40,28 @@ def memory_of_rank(
     Args:
         costs: Costs of the model.
         layout: The layout.
-        sizes: Bytes of the parameters of each of the rank's layers, before they are sharded.
+        layers: Costs of the rank's layers, before they are sharded.
         activations: Bytes of the activations of all micro-batches in flight.
         backward: Bytes that a backward needs for a moment.
         messages: Bytes of activations and gradients on their way between stages.
     """
+    sizes = [layer.parameter_bytes for layer in layers]
     mesh, parameters, kept = layout.mesh, sum(sizes), round(activations)
+    frozen = sum(layer.frozen_bytes for layer in layers)
     memory = RankMemory(parameters, parameters, 0, kept)
     without = 0  # beside parameters, gradients and states at a moment without activations
     if mesh.pp > 1 and mesh.dp_shard > 1:
         share = -(-parameters // mesh.dp_shard)
         gradients = share if layout.num_microbatches == 1 else parameters
-        memory = RankMemory(share, gradients, 0, kept, unsharded=parameters)
-        without = parameters + 2 * max(sizes)
+        memory = RankMemory(share, gradients, 0, kept, unsharded=parameters + frozen)
+        without = parameters + frozen + 2 * max(sizes)
     elif mesh.pp > 1:
         without = min(parameters, 2 * BUCKET_BYTES) if mesh.dp_replicate > 1 else 0
     elif mesh.data_size > 1 and mesh.has_whole_layers:
         without = parameters  # new buckets
     elif mesh.data_size > 1:
-        units = [size for size in sizes if size] or [0]
+        units = [layer.parameter_bytes + layer.frozen_bytes for layer in layers]
+        units = [size for size in units if size] or [0]
         neighbours = max(map(sum, zip(units, [*units[1:], 0], strict=True)))
         part = TrainedPart(parameters, kept)
         memory = sharded(part, mesh.dp_shard, neighbours, max(sizes))
@@ -67,8 +71,10 @@ def memory_of_rank(
     update = min(update, 2.0 * parameters) / mesh.dp_shard
     later = memory.activations + memory.unsharded + memory.buffers
     most = max(later + round(backward), round(update), without)
+    untrained = -(-frozen // mesh.dp_shard) + sum(layer.buffer_bytes for layer in layers)
     return replace(
         memory,
+        parameters=memory.parameters + untrained,
         optimizer_state=round(costs.states_per_parameter * memory.parameters),
         buffers=memory.buffers + round(messages),
         temporary=most - later,

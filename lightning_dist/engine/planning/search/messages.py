@@ -20,7 +20,12 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def along_data(
-    machine: Machine, layout: Layout, num_bytes: int, num_units: int, num_gathers: int
+    machine: Machine,
+    layout: Layout,
+    num_bytes: int,
+    num_units: int,
+    num_gathers: int,
+    frozen_bytes: int = 0,
 ) -> dict[str, Wait]:
     """Returns the waits of a step for gradients and parameters, none of them hidden.
 
@@ -30,6 +35,7 @@ def along_data(
         num_bytes: Bytes of the parameters that shards and replicas share.
         num_units: Messages that they are sent in.
         num_gathers: Times that shards are gathered.
+        frozen_bytes: Bytes of further parameters, which are gathered only.
     """
     mesh = layout.mesh
     if mesh.data_size == 1:
@@ -41,11 +47,14 @@ def along_data(
                 machine, mesh, "dp_replicate", MessageKind.ALL_REDUCE, num_bytes, count
             )
         }
-    both = (MessageKind.ALL_GATHER, MessageKind.REDUCE_SCATTER)
+    both = {
+        MessageKind.ALL_GATHER: num_bytes + frozen_bytes,
+        MessageKind.REDUCE_SCATTER: num_bytes,
+    }
     if mesh.dp_shard > 1:
-        found = [_rings(machine, mesh, "dp_shard", k, num_bytes, num_units) for k in both]
+        found = [_rings(machine, mesh, "dp_shard", *pair, num_units) for pair in both.items()]
     else:
-        each = [machine.alone.of(kind).seconds(num_bytes / num_units) for kind in both]
+        each = [machine.alone.of(kind).seconds(size / num_units) for kind, size in both.items()]
         found = [Wait(0.0, num_units * seconds) for seconds in each]
     gathers, scatters = found
     share = num_bytes / mesh.dp_shard

@@ -133,7 +133,8 @@ class ModelCosts:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all trainable parameters."""
-        return sum(layer.parameter_bytes for layer in self.batches[0].step.layers)
+        layers = self.batches[0].step.layers
+        return sum(layer.parameter_bytes - layer.tied_bytes for layer in layers)
 
     def at(
         self,
@@ -160,6 +161,8 @@ class ModelCosts:
             layers = self.tensor[tp].on_each_rank(layers, tp)
         if recomputes:
             layers = [_recompute(layer) for layer in layers]
+        if num_microbatches is None:  # one rank has them all; stages have a copy each
+            layers = [_untie(layer) for layer in layers]
         if num_microbatches is not None:
             per_byte = self.adding_seconds * (1.0 - 1.0 / num_microbatches)  # the first add to none
             layers = [_add(layer, per_byte) for layer in layers]
@@ -203,7 +206,8 @@ _KINDS = (LayerCosts, StepCosts, MeasuredBatch)
 _NUMBERS = {field.name for kind in _KINDS for field in fields(kind)} - {"name", "layers", "step"}
 _TIMES = {name for name in _NUMBERS if name.endswith("_seconds")}
 # An update and the parameters are the same, whatever the samples of a micro-batch.
-_OF_SAMPLES = _NUMBERS - {"update_seconds", "parameter_bytes", "resident_bytes", "version_bytes"}
+_OF_PARAMETERS = {"parameter_bytes", "tied_bytes", "frozen_bytes", "buffer_bytes"}
+_OF_SAMPLES = _NUMBERS - _OF_PARAMETERS - {"update_seconds", "resident_bytes", "version_bytes"}
 
 
 def _combined(
@@ -240,6 +244,8 @@ def _shard(layer: LayerCosts, left: float, num_meetings: int) -> LayerCosts:
         forward_seconds=layer.forward_seconds * left,
         backward_seconds=layer.backward_seconds * left,
         parameter_bytes=round(layer.parameter_bytes * left),
+        tied_bytes=round(layer.tied_bytes * left),
+        frozen_bytes=round(layer.frozen_bytes * left),
         activation_bytes=kept + round((layer.activation_bytes - kept) * left),
         shared_bytes=min(layer.shared_bytes, kept),
     )
@@ -248,6 +254,11 @@ def _shard(layer: LayerCosts, left: float, num_meetings: int) -> LayerCosts:
 def _add(layer: LayerCosts, seconds_per_byte: float) -> LayerCosts:
     seconds = seconds_per_byte * layer.parameter_bytes
     return replace(layer, backward_seconds=layer.backward_seconds + seconds)
+
+
+def _untie(layer: LayerCosts) -> LayerCosts:
+    own = layer.parameter_bytes - layer.tied_bytes
+    return replace(layer, parameter_bytes=own, tied_bytes=0)
 
 
 def _recompute(layer: LayerCosts) -> LayerCosts:

@@ -204,3 +204,17 @@ def test_the_fullest_rank_of_sharded_stages() -> None:
     memory = estimator(4).memory(layout)
     assert (memory.parameters, memory.gradients, memory.unsharded) == (150, 300, 300)
     assert memory.activations == 2 * 30
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced() -> None:
+    (first, *_), layout = model().batches, Layout(MeshShape(dp_shard=2), 1, partition=(4,))
+    half = [replace(c, parameter_bytes=50, frozen_bytes=50) for c in first.step.layers]
+    frozen = replace(first, step=replace(first.step, layers=tuple(half)))
+    machine = Machine(2, 1e9, within=LinksByKind(SLOW))
+    waits = [
+        Estimator(replace(model(), batches=(batch,)), machine).estimate(layout).waits
+        for batch in (first, frozen)
+    ]
+    whole, half_trained = ({k: wait.num_bytes for k, wait in each.items()} for each in waits)
+    assert half_trained["parameters"] == whole["parameters"]
+    assert half_trained["gradients"] == whole["gradients"] / 2

@@ -47,12 +47,16 @@ COSTS = model()  # two tensors of optimizer state for each parameter
 WHOLE = Layout(MeshShape(), 1)
 
 
+def of_sizes(sizes: list[int]) -> list[LayerCosts]:
+    return [LayerCosts("", 1.0, 1.0, parameter_bytes=size) for size in sizes]
+
+
 @pytest.mark.parametrize(
     ("backward", "update", "temporary"), [(0, 0, 0), (7, 0, 7), (7, 40, 7), (7, 60, 10)]
 )
 def test_the_worst_moment_of_a_whole_model(backward: int, update: int, temporary: int) -> None:
     costs = replace(COSTS, update_bytes=float(update))
-    memory = memory_of_rank(costs, WHOLE, [20, 0, 10], 50, backward)
+    memory = memory_of_rank(costs, WHOLE, of_sizes([20, 0, 10]), 50, backward)
     assert (memory.parameters, memory.gradients, memory.optimizer_state) == (30, 30, 60)
     assert memory.temporary == temporary
     assert memory.peak == 30 + 30 + 60 + 50 + temporary
@@ -60,15 +64,15 @@ def test_the_worst_moment_of_a_whole_model(backward: int, update: int, temporary
 
 def test_replicas_make_their_buckets_anew() -> None:
     replicas = Layout(MeshShape(dp_replicate=2), 1)
-    assert memory_of_rank(COSTS, replicas, [10, 10], 5, 0).peak == 5 * 20
-    assert memory_of_rank(COSTS, WHOLE, [10, 10], 5, 0).peak == 4 * 20 + 5
-    assert memory_of_rank(COSTS, replicas, [10, 10], 500, 0).peak == 4 * 20 + 500
+    assert memory_of_rank(COSTS, replicas, of_sizes([10, 10]), 5, 0).peak == 5 * 20
+    assert memory_of_rank(COSTS, WHOLE, of_sizes([10, 10]), 5, 0).peak == 4 * 20 + 5
+    assert memory_of_rank(COSTS, replicas, of_sizes([10, 10]), 500, 0).peak == 4 * 20 + 500
 
 
 def test_layers_without_parameters_are_no_units() -> None:
     shards = Layout(MeshShape(dp_shard=2), 1)
-    assert memory_of_rank(COSTS, shards, [10, 0, 10, 0], 5, 0).unsharded == 20
-    assert memory_of_rank(COSTS, shards, [0, 0], 5, 0).unsharded == 0
+    assert memory_of_rank(COSTS, shards, of_sizes([10, 0, 10, 0]), 5, 0).unsharded == 20
+    assert memory_of_rank(COSTS, shards, of_sizes([0, 0]), 5, 0).unsharded == 0
 
 
 def staged(num_microbatches: int = 4, **sizes: int) -> Layout:
@@ -76,14 +80,14 @@ def staged(num_microbatches: int = 4, **sizes: int) -> Layout:
 
 
 def test_stages_have_messages() -> None:
-    memory = memory_of_rank(replace(COSTS, update_bytes=60.0), staged(), [30], 50, 7, 4)
+    memory = memory_of_rank(replace(COSTS, update_bytes=60.0), staged(), of_sizes([30]), 50, 7, 4)
     assert (memory.buffers, memory.temporary) == (4, 10)
 
 
 @pytest.mark.parametrize(("num_microbatches", "gradients"), [(1, 10), (2, 20)])
 def test_sharded_stages_accumulate_whole_gradients(num_microbatches: int, gradients: int) -> None:
     layout = staged(num_microbatches, dp_shard=2)
-    shards = memory_of_rank(COSTS, layout, [5] * 4, 50, 0, 4)
+    shards = memory_of_rank(COSTS, layout, of_sizes([5] * 4), 50, 0, 4)
     assert (shards.parameters, shards.optimizer_state, shards.unsharded) == (10, 20, 20)
     assert (shards.gradients, shards.buffers, shards.temporary) == (gradients, 4, 0)
     assert 20 * bytes_per_parameter_byte(2.0, layout) == 10 + 20 + 20 + gradients
@@ -91,11 +95,11 @@ def test_sharded_stages_accumulate_whole_gradients(num_microbatches: int, gradie
 
 @pytest.mark.parametrize(("activations", "temporary"), [(0, 30), (10, 20), (50, 0)])
 def test_gradients_are_copied_when_activations_are_gone(activations: int, temporary: int) -> None:
-    shards = memory_of_rank(COSTS, staged(dp_shard=2), [5, 15], activations, 0, 0)
+    shards = memory_of_rank(COSTS, staged(dp_shard=2), of_sizes([5, 15]), activations, 0, 0)
     assert shards.temporary == temporary
-    replicas = memory_of_rank(COSTS, staged(dp_replicate=2), [15, 15], activations, 0, 0)
+    replicas = memory_of_rank(COSTS, staged(dp_replicate=2), of_sizes([15, 15]), activations, 0, 0)
     assert replicas.temporary == temporary
-    large = memory_of_rank(COSTS, staged(dp_replicate=2), [2**30], activations, 0, 0)
+    large = memory_of_rank(COSTS, staged(dp_replicate=2), of_sizes([2**30]), activations, 0, 0)
     assert large.temporary == 2 * 25 * 2**20 - activations
 
 
@@ -115,11 +119,32 @@ def test_an_update_needs_what_its_largest_parameter_or_all_of_them_need(
 ) -> None:
     costs = replace(COSTS, update_bytes=60.0, updates_together=together)  # of 400 bytes
     layout = Layout(MeshShape(pp=2), 8)
-    assert memory_of_rank(costs, layout, [100], 0, 0, 0).temporary == update
-    assert memory_of_rank(costs, layout, [20], 0, 0, 0).temporary == min(
+    assert memory_of_rank(costs, layout, of_sizes([100]), 0, 0, 0).temporary == update
+    assert memory_of_rank(costs, layout, of_sizes([20]), 0, 0, 0).temporary == min(
         40.0, update / 5 if together else 60.0
     )
     # Two ranks share an update of 90 bytes; 20 of two gathered units are gone by then.
     shards = Layout(MeshShape(dp_shard=2), 8)
     shared = replace(costs, update_bytes=360.0 if together else 90.0)
-    assert memory_of_rank(shared, shards, [10] * 10, 0, 0).temporary == 45 - 20
+    assert memory_of_rank(shared, shards, of_sizes([10] * 10), 0, 0).temporary == 45 - 20
+
+
+FROZEN = [LayerCosts("", 1.0, 1.0, parameter_bytes=10, frozen_bytes=30, buffer_bytes=4)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "parameters", "unsharded"),
+    [
+        (WHOLE, 10 + 30 + 4, 0),
+        (Layout(MeshShape(dp_shard=2), 1), 5 + 15 + 4, 40),
+        (staged(dp_replicate=2), 10 + 30 + 4, 0),
+        (staged(dp_shard=2), 5 + 15 + 4, 40),
+    ],
+)
+def test_what_is_not_trained_is_held_and_has_no_states(
+    layout: Layout, parameters: int, unsharded: int
+) -> None:
+    memory = memory_of_rank(COSTS, layout, FROZEN, 50, 0)
+    trained = 10 // layout.mesh.dp_shard
+    assert (memory.parameters, memory.unsharded) == (parameters, unsharded)
+    assert memory.optimizer_state == 2 * trained

@@ -203,10 +203,38 @@ def test_a_gpu_keeps_memory_for_contexts(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_each_batch_can_be_cut_into_what_is_measured(at_least: int) -> None:
     for num_samples in range(1, 65):
         sizes = sizes_to_measure(num_samples, at_least)
-        pieces = [split(torch.ones(num_samples), -(-num_samples // n))[0].num_samples for n in sizes]
+        pieces = [
+            split(torch.ones(num_samples), -(-num_samples // n))[0].num_samples for n in sizes
+        ]
         assert pieces == sizes == sorted({*sizes}, reverse=True)
 
 
 def test_measures_a_batch_of_seven() -> None:
     costs = META.costs(skeleton_of(Wide()), torch.ones(7, 64, device="meta"))
     assert [batch.num_samples for batch in costs.batches] == [1, 2, 4, 7]
+
+
+class Tied(L.LightningModule):
+    """Has a head with the table's weight, a frozen layer between them, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        frozen = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False).eval()
+        self.net = nn.Sequential(nn.Embedding(10, 4), frozen, nn.Linear(4, 10, bias=False))
+        self.net[2].weight = self.net[0].weight
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch), batch)
+
+
+def test_tied_frozen_and_buffers_are_told_apart() -> None:
+    costs = Measurement().costs(Tied(), torch.zeros(4, dtype=torch.int64))
+    layers = costs.batches[0].step.layers
+    assert [layer.parameter_bytes for layer in layers] == [160, 0, 160]
+    assert [layer.tied_bytes for layer in layers] == [0, 0, 160]
+    assert [layer.frozen_bytes for layer in layers] == [0, (4 * 4 + 4 + 2 * 4) * 4, 0]
+    assert [layer.buffer_bytes for layer in layers] == [0, 2 * 4 * 4 + 8, 0]
+    assert costs.parameter_bytes == 160
+    whole, staged = (costs.at(4, num_microbatches=n).step.layers for n in (None, 2))
+    assert [layer.parameter_bytes for layer in whole] == [160, 0, 0]
+    assert [layer.parameter_bytes for layer in staged] == [160, 0, 160]
