@@ -125,8 +125,12 @@ def find_balance(
             f"The costs are those of {len(costs.layers)} layers, but the cut {list(cut)} is one of"
             f" {sum(cut)}."
         )
-    best = costs.best_cut(len(cut), memory)
-    today, then = (step_seconds(costs, shape, c) for c in (cut, best))
+    today = step_seconds(costs, shape, cut)
+    others = [costs.best_cut(len(cut), memory)]
+    even = costs.evened_out(others[0], shape.rank_of_stage)
+    if memory is None or memory.fits(even):
+        others.append(even)
+    then, best = min((step_seconds(costs, shape, other), other) for other in others)
     if then >= today:
         best, then = cut, today
     return Balance(costs, cut, best, step_seconds=today, better_step_seconds=then)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from statistics import fmean, median
 
-from lightning_dist.engine.planning.partition import MemoryLimit, partition_layers
+from lightning_dist.engine.planning.partition import MemoryLimit, even_out_ranks, partition_layers
 from lightning_dist.engine.schedules.simulator import StageCosts
 
 
@@ -168,9 +168,18 @@ class StepCosts:
         Raises:
             ValueError: There are more stages than layers, or no partition fits into the memory.
         """
+        return tuple(partition_layers(self._layer_seconds, num_stages, memory=memory))
+
+    def evened_out(self, cut: Sequence[int], rank_of_stage: Sequence[int]) -> tuple[int, ...]:
+        """Returns a partition near a given one whose ranks are more evenly busy."""
+        return tuple(even_out_ranks(self._layer_seconds, cut, rank_of_stage))
+
+    @property
+    def _layer_seconds(self) -> list[float]:
+        """The time of each layer, with the loss in the last one's."""
         costs = [layer.seconds for layer in self.layers]
         costs[-1] += self.loss_forward_seconds + self.loss_backward_seconds
-        return tuple(partition_layers(costs, num_stages, memory=memory))
+        return costs
 
 
 def _mean_of(same: Sequence[LayerCosts]) -> LayerCosts:

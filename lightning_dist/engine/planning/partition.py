@@ -47,6 +47,7 @@ def find_moves(
 
 
 _INFINITY = float("inf")
+_LEAST_GAIN = 1e-12  # of the square of all costs, beyond rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,16 @@ class MemoryLimit:
     in_flight: Sequence[int]
     copy_bytes: Sequence[float]
     num_copies: Sequence[int]
+
+    def fits(self, layers_per_stage: Sequence[int]) -> bool:
+        """Returns whether each stage of a partition is within the limit."""
+        stages = stage_of_layers(layers_per_stage)
+        of_layers = zip(self.resident_bytes, self.flight_bytes, self.copy_bytes, strict=True)
+        held = [0.0] * len(layers_per_stage)
+        for stage, (resident, flight, copied) in zip(stages, of_layers, strict=True):
+            held[stage] += resident + self.in_flight[stage] * flight
+            held[stage] += self.num_copies[stage] * copied
+        return max(held) <= self.cap_bytes
 
 
 def partition_layers(
@@ -123,6 +134,46 @@ def partition_layers(
     for cut in reversed(cuts):
         ends.append(cut[ends[-1]])
     return [end - start for end, start in pairwise(ends)][::-1]
+
+
+def even_out_ranks(
+    costs: Sequence[float], layers_per_stage: Sequence[int], rank_of_stage: Sequence[int]
+) -> list[int]:
+    """Returns a partition whose ranks are more evenly busy, for ranks with several stages.
+
+    Layers move over the border of two stages, one at a time, as long as that lowers the sum of the
+    squares of the ranks' costs. So the result is no worse, and need not be the best.
+
+    Args:
+        costs: Cost of each layer.
+        layers_per_stage: The partition to begin with.
+        rank_of_stage: The rank of each stage.
+    """
+    ends, busy = [*accumulate(layers_per_stage)], [0.0] * (1 + max(rank_of_stage))
+    for layer, stage in enumerate(stage_of_layers(layers_per_stage)):
+        busy[rank_of_stage[stage]] += costs[layer]
+
+    def crossing(stage: int, step: int) -> tuple[int, int, float]:
+        """Returns the rank that loses a layer over the border behind a stage, the other, and it."""
+        source, target = rank_of_stage[stage : stage + 2][::-step]
+        return source, target, costs[ends[stage] - (step < 0)]
+
+    def gain(stage: int, step: int) -> float:
+        if not [0, *ends][stage] < ends[stage] + step < ends[stage + 1]:
+            return 0.0  # a stage would have no layer
+        source, target, cost = crossing(stage, step)
+        return 0.0 if source == target else cost * (busy[source] - busy[target] - cost)
+
+    moves = [(stage, step) for stage in range(len(ends) - 1) for step in (1, -1)]
+    while moves:
+        stage, step = max(moves, key=lambda move: gain(*move))
+        if gain(stage, step) <= _LEAST_GAIN * sum(busy) ** 2:
+            break
+        source, target, cost = crossing(stage, step)
+        busy[source] -= cost
+        busy[target] += cost
+        ends[stage] += step
+    return [end - start for start, end in pairwise([0, *ends])]
 
 
 def _add_stage(

@@ -81,6 +81,7 @@ class Estimator:
         # Per estimator, and not on the class, which would keep the costs alive.
         self._batch = cache(costs.at)
         self._sums = cache(self._sum_up)
+        self._even_stages = cache(lambda key, count: self._batch(*key).step.best_cut(count))
         self._partition = cache(self._best_partition)
         self._schedule = cache(_build)
         self._flights = cache(self._count_flights)
@@ -101,8 +102,19 @@ class Estimator:
 
     # --- what layouts have in common ---------------------------------------------------------
 
-    def _best_partition(self, key: _Key, num_stages: int) -> tuple[int, ...]:
-        return self._batch(*key).step.best_cut(num_stages)
+    def _best_partition(self, key: _Key, shape: _Shape) -> tuple[int, ...]:
+        name, num_stages, _, per_rank = shape
+        even_stages = self._even_stages(key, num_stages)
+        if per_rank == 1:
+            return even_stages
+        step = self._batch(*key).step
+        homes = find_family(name).rank_of_stage(num_stages // per_rank, per_rank)
+        even_ranks = step.evened_out(even_stages, homes)
+        if even_ranks == even_stages:
+            return even_stages
+        return min(
+            even_stages, even_ranks, key=lambda cut: self._makespan(step.of_stages(cut), shape)
+        )
 
     def _count_flights(self, shape: _Shape) -> list[Flights]:
         return [count_flights(actions) for actions in self._schedule(shape).ranks]
@@ -140,8 +152,8 @@ class Estimator:
     # --- estimates ---------------------------------------------------------------------------
 
     def with_partition(self, layout: Layout) -> Layout:
-        """Returns a layout with the partition whose slowest stage is fastest."""
-        return replace(layout, partition=self._partition(_key(layout), layout.num_stages))
+        """Returns a layout with the partition whose slowest stage, or busiest rank, is fastest."""
+        return replace(layout, partition=self._partition(_key(layout), _shape(layout)))
 
     def fitting(self, layout: Layout) -> Layout | None:
         """Returns a layout with that partition, or the fastest one that fits; None if none does.

@@ -67,6 +67,14 @@ def test_a_cut_that_gains_nothing_stays() -> None:
     assert balance.gain == 0.0
 
 
+def test_stages_of_one_rank_are_balanced_together() -> None:
+    times = [1.0] * 4 + [8.0] + [1.0] * 7
+    costs = StepCosts(tuple(LayerCosts(str(i), t / 3, 2 * t / 3) for i, t in enumerate(times)))
+    found = find_balance(costs, PipelineShape("zbv", 8, (3, 3, 3, 3), 0, stages_per_rank=2))
+    assert found.better_cut == (4, 1, 2, 5)  # 10 and 9 on the ranks, in place of 6 and 13
+    assert found.gain > 0.22
+
+
 def test_it_can_be_read() -> None:
     text = str(find_balance(LOPSIDED, shape("pipedream", 1, 3, 1)))
     lines = [" ".join(line.split()) for line in text.splitlines()]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_dist.engine.planning.partition import (
     MemoryLimit,
+    even_out_ranks,
     partition_layers,
+    stage_of_layers,
     uniform_partition,
 )
 
@@ -143,3 +146,31 @@ def test_what_is_no_number_of_seconds_or_bytes(bad: float) -> None:
 def test_bandwidths_that_are_none(bad: float) -> None:
     with pytest.raises(ValueError, match=f"bandwidth_bytes_per_second={bad} must be positive"):
         partition_layers([1.0, 1.0], 2, boundary_bytes=[1, 1], bandwidth_bytes_per_second=bad)
+
+
+@pytest.mark.parametrize("homes", [(0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)])
+def test_ranks_with_several_stages_are_evened_out(homes: tuple[int, ...]) -> None:
+    costs = [1.0] * 4 + [8.0] + [1.0] * 7
+    first = partition_layers(costs, len(homes))
+    found = even_out_ranks(costs, first, homes)
+    assert (sum(found), min(found)) == (12, 1)
+
+    def busiest(cut: list[int]) -> float:
+        busy = [0.0] * (1 + max(homes))
+        for cost, stage in zip(costs, stage_of_layers(cut), strict=True):
+            busy[homes[stage]] += cost
+        return max(busy)
+
+    assert busiest(found) <= busiest(first)
+    if homes == (0, 1, 1, 0):
+        assert (busiest(first), busiest(found)) == (14.0, 10.0)
+    assert even_out_ranks(costs, found, homes) == found
+    assert even_out_ranks([1.0] * 2, [1, 1], (0, 1)) == [1, 1]
+
+
+def test_a_partition_fits_if_each_stage_does() -> None:
+    limit = MemoryLimit(10.0, [1.0, 2.0, 3.0], [1.0] * 3, [2, 1], [0.5] * 3, [2, 0])
+    assert limit.fits((2, 1))  # 3 + 2 x 2 + 2 x 1, and 3 + 1
+    assert limit.fits((1, 2))  # 1 + 2 x 1 + 2 x 0.5, and 5 + 2
+    assert not replace(limit, cap_bytes=8.0).fits((2, 1))
+    assert not replace(limit, cap_bytes=6.0).fits((1, 2))
