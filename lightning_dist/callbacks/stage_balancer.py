@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -31,6 +31,7 @@ from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.balance import Balance, find_balance, memory_limit, step_seconds
 from lightning_dist.engine.planning.layer_costs import StepCosts
+from lightning_dist.engine.planning.partition import stage_of_layers
 from lightning_dist.plotting import plot_balance
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.rank_view import view_of
@@ -45,6 +46,28 @@ def print_balance(
     media = Media(loggers)
     for name, table in tables.items():
         media.show_table(f"balance/{name}", table, step)
+
+
+def conclude(balance: Balance, min_gain: float) -> str:
+    """Says what the best cut of a measured balance saves, or which stage all others wait for."""
+    assert balance.batches is not None
+    first, last = balance.batches
+    measured = (
+        f"a step took {balance.measured_step_seconds * 1e3:.2f} ms"
+        f" (median of batches {first} to {last})"
+    )
+    if balance.gain >= min_gain:
+        cut = list(balance.better_cut)
+        return f"partition={cut} would save {balance.gain:.0%} of a step; {measured}."
+    seconds = balance.stage_seconds(balance.cut)
+    stage = seconds.index(max(seconds))
+    layers = zip(stage_of_layers(balance.cut), balance.costs.layers, strict=True)
+    layer = max((own for place, own in layers if place == stage), key=lambda own: own.seconds)
+    return (
+        f"No cut saves {min_gain:.0%}: {measured}. Stage {stage} is the slowest, with"
+        f" {seconds[stage] * 1e3:.2f} ms per micro-batch (mean {fmean(seconds) * 1e3:.2f} ms); its"
+        f" layer {layer.name} takes {layer.seconds * 1e3:.2f} ms."
+    )
 
 
 class StageBalancer(pl.Callback):
@@ -172,9 +195,10 @@ class StageBalancer(pl.Callback):
         )
         module.log_dict(_metrics_of(balance), batch_size=1)
         if trainer.is_global_zero:
-            conclusion, is_balanced = self._conclude(balance), balance.gain < self._min_gain
+            conclusion = conclude(balance, self._min_gain)
             step, loggers = self._num_batches, trainer.loggers
-            print_balance(balance, conclusion, loggers, step, print_tables=not is_balanced)
+            has_choice = balance.gain >= self._min_gain
+            print_balance(balance, conclusion, loggers, step, print_tables=has_choice)
         if self._moves_layers and balance.gain >= self._min_gain:
             self._move(trainer, module, balance.better_cut)
 
@@ -200,18 +224,6 @@ class StageBalancer(pl.Callback):
                 better_cut=shape.layers_per_stage,
                 better_step_seconds=step_seconds(costs, shape, shape.layers_per_stage),
             )
-
-    def _conclude(self, balance: Balance) -> str:
-        assert balance.batches is not None
-        first, last = balance.batches
-        measured = (
-            f"a step took {balance.measured_step_seconds * 1e3:.2f} ms"
-            f" (median of batches {first} to {last})"
-        )
-        if balance.gain < self._min_gain:
-            return f"The stages are balanced: {measured}, and no cut saves {self._min_gain:.0%}."
-        cut = list(balance.better_cut)
-        return f"partition={cut} would save {balance.gain:.0%} of a step; {measured}."
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

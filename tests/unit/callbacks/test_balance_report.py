@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from lightning_dist.callbacks.stage_balancer import print_balance
+from lightning_dist.callbacks.stage_balancer import conclude, print_balance
 from lightning_dist.engine.planning.balance import find_balance
 from lightning_dist.engine.planning.layer_costs import LayerCosts, StepCosts
 from lightning_dist.engine.schedules.registry import PipelineShape
@@ -18,3 +20,15 @@ def test_tables_are_printed_where_there_is_a_choice(
     *tables, conclusion = capsys.readouterr().out.splitlines()
     assert conclusion == "The conclusion."
     assert any("second" in line for line in tables) == bool(tables) == with_tables
+
+
+def test_where_no_cut_helps_the_slow_layer_is_named() -> None:
+    quick = LayerCosts("quick", 0.001, 0.001)
+    costs = StepCosts((quick, LayerCosts("slow", 0.030, 0.031), quick))
+    balance = find_balance(costs, PipelineShape("1f1b", 4, (2, 1), rank=0))
+    measured = replace(balance, measured_step_seconds=0.271, batches=(2, 4))
+    assert conclude(measured, 0.05) == (
+        "No cut saves 5%: a step took 271.00 ms (median of batches 2 to 4). Stage 0 is the slowest,"
+        " with 63.00 ms per micro-batch (mean 32.50 ms); its layer slow takes 61.00 ms."
+    )
+    assert conclude(replace(measured, better_step_seconds=0.001), 0.05).startswith("partition=")
