@@ -149,6 +149,16 @@ def _without(
     return map_leaves(drop, batch, is_leaf), taken
 
 
+def split_off_lists(batch: Any) -> tuple[Any, list[Sequence[Tensor]]]:
+    """Returns a batch without its lists of tensors with as many dims as each other, and these."""
+    return _without(
+        batch,
+        lambda found: (
+            isinstance(found, list) and _are(Tensor, found) and len({t.ndim for t in found}) == 1
+        ),
+    )
+
+
 def _is_list(tree: Any) -> bool:
     return isinstance(tree, list | tuple) and not hasattr(tree, "_fields")
 

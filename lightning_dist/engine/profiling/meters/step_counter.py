@@ -22,15 +22,23 @@ from lightning_dist.engine.profiling.meters.memory import ActivationMeter, Weigh
 from lightning_dist.engine.profiling.meters.traffic_counter import TrafficCounter, packet_of
 from lightning_dist.engine.profiling.record import StepCount
 from lightning_dist.engine.tensors.observers import OperationWatch, Watch
+from lightning_dist.engine.tensors.samples import batch_size_of, split_off_lists
 from lightning_dist.engine.tensors.tree import tensors_in
 
 _TOKENS = ("input_ids", "tokens")
 
 
 def num_samples(batch: Any) -> int:
-    """Counts samples by the first dim of a tree's first tensor; 0 if there is none."""
-    sizes = (t.shape[0] for t in tensors_in(batch) if t.dim() > 0)
-    return next(sizes, 0)
+    """Counts the samples of a batch, of any tree; 0 if it tells of none."""
+    outside, lists = split_off_lists(batch)
+    lengths, rows = {len(found) for found in lists}, {t.shape[:1] for found in lists for t in found}
+    if len(lengths) == 1 and len(rows) > 1 and not tensors_in(outside):
+        return lengths.pop()  # images of several sizes, or images and numbers: one for each sample
+    try:
+        return batch_size_of(batch) or 0
+    except ValueError:  # no strategy here need cut it
+        tensors = [*tensors_in(outside), *tensors_in(batch)]
+        return next(t.shape[0] for t in tensors if t.dim() > 0)
 
 
 def num_tokens(batch: Any) -> int | None:

@@ -147,6 +147,9 @@ def test_bytes_that_are_held() -> None:
     assert optimizer_bytes([optimizer]) == 2 * elements * 4
 
 
+IMAGES = [torch.zeros(3, 2, 2)] * 4
+
+
 class Texts(dict[str, Any]):
     """What a collate function gives."""
 
@@ -159,6 +162,14 @@ class Texts(dict[str, Any]):
         ({"input_ids": torch.zeros(4, 7), "y": torch.zeros(4)}, 4, 28),
         (SimpleNamespace(tokens=torch.zeros(2, 5)), 0, 10),
         ("text", 0, None),
+        ([torch.zeros(5, 2), torch.zeros(7, 2), torch.zeros(5, 2)], 3, None),
+        ((IMAGES, [torch.zeros(1)] * 4), 4, None),
+        ((IMAGES, [torch.tensor(1)] * 4), 4, None),
+        ((IMAGES, torch.zeros(4)), 4, None),
+        ((IMAGES, [{"boxes": torch.zeros(n, 4)} for n in (1, 2, 0, 3)]), 4, None),
+        ([torch.zeros(4, 2), torch.tensor(0.5)], 4, None),
+        ({"x": torch.zeros(4, 2), "anchors": [torch.zeros(5), torch.zeros(7)]}, 4, None),
+        ((torch.zeros(6, 2), torch.zeros(9, 2)), 6, None),
     ],
 )
 def test_what_a_batch_says(batch: Any, samples: int, tokens: int | None) -> None:
