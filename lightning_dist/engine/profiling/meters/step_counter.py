@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,17 +51,42 @@ def num_tokens(batch: Any) -> int | None:
     return None
 
 
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Counts two products: scores, and their means of values; causal or not, as torch does."""
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    return 2 * pairs * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward_flops(
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
+) -> int:
+    """Counts five products: scores again, and the gradients of scores, queries, keys, values."""
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    return 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+# Torch has formulas of the GPU's kernels of attention, but of the CPU's none.
+_CPU_FORMULAS = MappingProxyType(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            _attention_backward_flops
+        ),
+    }
+)
+
+
 class FlopCounter:
     """Sums the FLOPs of operations by torch's formulas; those without one count nothing.
 
     They are those of ``torch.utils.flop_counter``, with those that users have added by its
-    ``register_flop_formula``. Torch's own ``FlopCounterMode`` makes a step four times as long, as
-    it tries to decompose each operation and tracks modules. Under that mode jagged tensors fail,
-    and compiled code is not compiled any more, then or later.
+    ``register_flop_formula``, and two for attention on a CPU. Torch's own ``FlopCounterMode`` makes
+    a step four times as long, as it tries to decompose each operation and tracks modules. Under
+    that mode jagged tensors fail, and compiled code is not compiled any more, then or later.
     """
 
     def __init__(self) -> None:
-        self._formulas = FlopCounterMode(display=False).flop_registry
+        self._formulas = {**_CPU_FORMULAS, **FlopCounterMode(display=False).flop_registry}
         self.flops = 0
 
     def counts(self, func: Any) -> bool:
