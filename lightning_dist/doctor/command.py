@@ -21,13 +21,14 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning_dist.doctor.before import BEFORE_MEETING
 from lightning_dist.doctor.check import Build, Check, NoFacts, Run
 from lightning_dist.doctor.clocks import CLOCKS
-from lightning_dist.doctor.disk import DISK
+from lightning_dist.doctor.disk import DISK, leaves_no_directory
 from lightning_dist.doctor.hosts import HOSTS
 from lightning_dist.doctor.launch import Launch, find_environment, read_launch
 from lightning_dist.doctor.links import LINKS
 from lightning_dist.doctor.meeting import GRACE_SECONDS, Meeting, group_check, judge_meeting
 from lightning_dist.doctor.report import Report, Status, StoppedError, fail
 from lightning_dist.doctor.steps import step_check
+from lightning_dist.engine.common.names import check_count, check_positive
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES
 from lightning_dist.strategies.base.launcher import ScriptLauncher
 from lightning_dist.strategies.ddp import DDPStrategy
@@ -96,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_doctor(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Checks, and returns the exit code: 1 if a check fails, the same on all ranks."""
     try:
+        _check_numbers(options)
         choices = {text: parse_choice(text) for text in options.strategy}
     except ValueError as error:
         parser.error(str(error))
@@ -118,6 +120,15 @@ def run_doctor(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         except TimeoutExpired:
             child.kill()
     return code
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    if options.devices is not None:
+        check_count("--devices", options.devices)
+    check_count("--nodes", options.nodes)
+    check_positive("--seconds", options.seconds)
+    if options.parameters != 0:
+        check_positive("--parameters", options.parameters)
 
 
 def _start_ranks(
@@ -164,7 +175,8 @@ def _examine(
     )
     answers = [check.attempt(run) for check in BEFORE_MEETING]
     try:
-        return _meet(run, choices, answers, report)
+        with leaves_no_directory(run.root):
+            return _meet(run, choices, answers, report)
     except StoppedError:
         report.is_shown = True  # rank 0 does not print what this rank has found
         if not report.results:

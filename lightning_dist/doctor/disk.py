@@ -7,6 +7,8 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lightning_dist.doctor.check import Check, Run, worst_of
@@ -18,6 +20,18 @@ _PROBE_BYTES = 1 << 20
 _NUM_RENAMES = 20
 _BYTES_PER_PARAMETER = 12  # fp32 weights, and Adam's two moments
 _LEAST_BYTES = 1_000_000_000
+
+
+@contextmanager
+def leaves_no_directory(root: Path) -> Iterator[None]:
+    """Removes a directory and its parents afterwards, of those that are missing before."""
+    missing = [path for path in (root, *root.parents) if not os.path.exists(path)]
+    try:
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # a run's files are there, or another rank has removed it
+                path.rmdir()
 
 
 def check_disk(run: Run) -> Result:

@@ -25,6 +25,7 @@ from lightning_dist.engine.common.table import format_bytes
 # With these different, ranks would compute something else, or not understand each other.
 _VITAL = frozenset({"torch", "lightning", "lightning-dist", "CUDA", "NCCL", "code", "script"})
 _TOOL_SECONDS = 5.0
+_MISSING = "no such file"
 
 K = TypeVar("K", bound=Hashable)
 
@@ -33,7 +34,7 @@ def probe_environment(run: Run) -> Environment:
     """Reads this process's environment, and looks at the code and the driver."""
     own = read_environment()
     values = {
-        "script": "none" if run.script is None else _digest([run.script]),
+        "script": _digest_script(run.script),
         "code": _digest(sorted(Path(__file__).parents[1].rglob("*.py"))),
         "git commit": output_of("git", "rev-parse", "HEAD") or "none",
     }
@@ -49,6 +50,13 @@ def judge_environments(run: Run, facts: Mapping[int, Environment]) -> Result:
     """Judges whether all ranks have the same environment."""
     table = compare_environments([facts[rank] for rank in sorted(facts)])
     names = [name for name, *_ in table.rows if name]
+    absent = [rank for rank in sorted(facts) if facts[rank].values.get("script") == _MISSING]
+    if absent:
+        return fail(
+            f"{run.places(absent)}: there is no script {run.script}",
+            "Give --script a path that all hosts have, or copy the script there.",
+            table if names else None,
+        )
     if not names:
         values = facts[min(facts)].values
         shown = ", ".join(f"{name} {values[name]}" for name in ("Python", "torch", "lightning"))
@@ -60,6 +68,12 @@ def judge_environments(run: Run, facts: Mapping[int, Environment]) -> Result:
         " image, copy the same code there, and let the launcher pass the variables on.",
         table,
     )
+
+
+def _digest_script(path: Path | None) -> str:
+    if path is None:
+        return "none"
+    return _digest([path]) if path.is_file() else _MISSING
 
 
 def _digest(paths: list[Path]) -> str:

@@ -29,6 +29,11 @@ _LAUNCHERS: tuple[tuple[type[ClusterEnvironment], str], ...] = (
 )
 # How many processes a launcher has started, whether Lightning asks it or not.
 _SIZES = (*STARTED, "SLURM_NTASKS", "WORLD_SIZE")
+_NUMBERS = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_PORT"),
+    *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK"),
+)
 _REMEDY = "Start with one launcher, and no stale variables."
 
 
@@ -100,7 +105,13 @@ def read_launch(environment: ClusterEnvironment, origin: str) -> Launch:
         text = f"{origin}, but {error.args[0]} is not set"
         raise StoppedError("launcher", fail(text, _REMEDY)) from error
     except ValueError as error:
-        raise StoppedError("launcher", fail(str(error), _REMEDY)) from error
+        odd = [
+            f"{name}={variables[name]!r}"
+            for name in _NUMBERS
+            if not variables.get(name, "0").lstrip("-").isdigit()
+        ]
+        text = f"{origin}, but {', '.join(odd)} must be a number" if odd else str(error)
+        raise StoppedError("launcher", fail(text, _REMEDY)) from error
 
 
 def check_launcher(launch: Launch) -> Result:

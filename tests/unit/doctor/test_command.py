@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from lightning_dist.doctor import command
 from lightning_dist.doctor.command import (
     add_arguments,
     parse_choice,
@@ -42,6 +43,27 @@ def diagnose(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return run_doctor(parser, parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--devices=0", "--devices=0 must be an integer of at least 1"),
+        ("--devices=-1", "--devices=-1 must be an integer of at least 1"),
+        ("--nodes=0", "--nodes=0 must be an integer of at least 1"),
+        ("--seconds=0", "--seconds=0.0 must be a number above 0"),
+        ("--seconds=-5", "--seconds=-5.0 must be a number above 0"),
+        ("--parameters=-7e9", "--parameters=-7000000000.0 must be a number above 0"),
+        ("--parameters=nan", "--parameters=nan must be a number above 0"),
+    ],
+)
+def test_a_wrong_number_is_refused(
+    argument: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_environment", pytest.fail)  # it is too late then
+    with pytest.raises(SystemExit):
+        diagnose(argument)
+    assert message in capsys.readouterr().err
 
 
 def test_a_strategy_that_does_not_fit_the_ranks_is_a_failure(

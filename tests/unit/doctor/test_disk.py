@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dist.doctor import disk
-from lightning_dist.doctor.disk import DISK, check_disk, judge_space
+from lightning_dist.doctor.disk import DISK, check_disk, judge_space, leaves_no_directory
 from lightning_dist.doctor.report import Status
 from tests.unit.doctor.facts import TWO_HOSTS, make_run, with_mesh
 
@@ -21,6 +21,20 @@ def test_a_directory_that_all_see_is_fine(tmp_path: Path) -> None:
     assert result.status is not Status.FAIL
     assert "all ranks see it" in result.found or "free" in result.found
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["token"]
+
+
+def test_directories_that_were_missing_go_again_unless_they_are_in_use(tmp_path: Path) -> None:
+    missing = tmp_path / "new" / "root"
+    for left in ([], ["file"]):
+        with leaves_no_directory(missing):
+            check_disk(make_run("a", root=missing))
+            (missing / "token").unlink()
+            for name in left:
+                (missing / name).touch()
+        assert [path.name for path in tmp_path.rglob("*")] == (["new", "root", *left] * bool(left))
+    with leaves_no_directory(missing):
+        (missing / "file").unlink()
+    assert missing.exists()  # it was there
 
 
 @pytest.fixture

@@ -43,6 +43,18 @@ def test_another_version_of_what_computes_is_a_failure() -> None:
     assert judged(code="0123")[0] is Status.FAIL
 
 
+def test_a_missing_script_is_named(tmp_path: Path) -> None:
+    run = replace(TWO_HOSTS, script=tmp_path / "train.py")
+    missing = probe_environment(run)
+    result = judge_environments(run, dict.fromkeys(run.hosts, missing))
+    assert (result.status, result.table) == (Status.FAIL, None)
+    assert result.found.endswith(f"b (ranks 2, 3): there is no script {run.script}")
+    run.script.touch()
+    result = judge_environments(run, {0: probe_environment(run), 1: missing})
+    assert result.found == f"a (rank 1): there is no script {run.script}"
+    assert result.table is not None
+
+
 def test_another_variable_is_a_warning() -> None:
     status, text = judged(NCCL_ALGO="Ring")
     assert status is Status.WARN

@@ -95,6 +95,13 @@ def test_missing_and_impossible_variables_are_named(monkeypatch: pytest.MonkeyPa
         read_launch(*find_environment())
 
 
+def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (TORCHRUN | {"WORLD_SIZE": "abc"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StoppedError, match="torchrun, since .*, but WORLD_SIZE='abc' must be"):
+        read_launch(*find_environment())
+
+
 ALONE = replace(LAUNCH, is_detected=False, world_size=1)
 
 
