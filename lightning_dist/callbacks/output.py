@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDEST = 1000
+_LONGEST_TEXT = 72  # characters of a cell that is no number; longer ones are folded
 _MOST_SPANS = 5_000
 _NAME = "step_profile"
 
@@ -45,8 +46,10 @@ def print_tables(tables: Iterable[Table], *conclusions: str) -> None:
     for table in tables:
         drawn = RichTable(title=table.title, title_justify="left", show_header=any(table.headings))
         for column, heading in enumerate(table.headings):
-            justify: Literal["left", "right"] = "right" if column in table.right else "left"
-            drawn.add_column(heading, justify=justify, no_wrap=True)
+            if column in table.right:
+                drawn.add_column(heading, justify="right", no_wrap=True)
+            else:
+                drawn.add_column(heading, max_width=_LONGEST_TEXT, overflow="fold")
         for row in table.rows:
             drawn.add_row(*row)
         # A log file has no width; a cut-off number is worse than a long line.

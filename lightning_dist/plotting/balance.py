@@ -27,6 +27,11 @@ _MOST_NAMES = 24
 _MOST_CHARACTERS = 90
 """Number of characters of names side by side; with more, names are slanted."""
 _LONGEST_NAME = 18
+_LAYERS_INCHES = 3.36
+_STAGES_INCHES = (2.24, 8.0)  # the least and the most
+_AROUND_INCHES, _STAGE_INCHES = 0.75, 0.17  # legend and numbers; a name
+_MOST_STAGES = int((_STAGES_INCHES[1] - _AROUND_INCHES) / _STAGE_INCHES)
+_MOST_WIDE_LINES = 12
 
 
 def plot_balance(balance: Balance, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -44,8 +49,10 @@ def plot_balance(balance: Balance, path: str | os.PathLike[str] | None = None) -
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = new_figure(9.0, 5.6)
-    layers, stages = figure.subplots(2, 1, height_ratios=(3, 2))
+    least, most = _STAGES_INCHES
+    inches = min(max(least, _AROUND_INCHES + _STAGE_INCHES * len(balance.cut)), most)
+    figure = new_figure(9.0, _LAYERS_INCHES + inches)
+    layers, stages = figure.subplots(2, 1, height_ratios=(_LAYERS_INCHES, inches))
     _draw_layers(layers, balance)
     _draw_stages(stages, balance)
     if path is not None:
@@ -64,10 +71,11 @@ def _draw_layers(axes: Axes, balance: Balance) -> None:
     lines = [(balance.cut, GREY, "-", 3.5, "cut today")]
     if balance.cut != balance.better_cut:
         lines.append((balance.better_cut, VERMILION, "--", 1.8, "better cut"))
+    narrower = min(1.0, _MOST_WIDE_LINES / len(balance.cut))
     for cut, colour, style, width, name in lines:
         for index, place in enumerate(list(accumulate(cut))[:-1]):
             label = name if index == 0 else None
-            axes.axvline(place - 0.5, color=colour, ls=style, lw=width, label=label)
+            axes.axvline(place - 0.5, color=colour, ls=style, lw=width * narrower, label=label)
     step = -(-len(costs) // _MOST_NAMES)
     pattern, names = shorten_names([layer.name for layer in costs])
     axes.set_xticks(places[::step], names[::step])
@@ -124,8 +132,9 @@ def _draw_stages(axes: Axes, balance: Balance) -> None:
         shift = height * (number - (len(bars) - 1) / 2)
         beside = [place + shift for place in places]
         axes.barh(beside, times, height=0.95 * height, color=colour, label=label)
-    axes.set_yticks(places, [f"stage {place}" for place in places])
-    axes.invert_yaxis()
+    named = places[:: -(-len(places) // _MOST_STAGES)]
+    axes.set_yticks(named, [f"stage {place}" for place in named])
+    axes.set_ylim(len(places) - 0.5, -0.5)
     axes.set_xlabel("ms per micro-batch")
     axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     clear_frame(axes, "top", "right")

@@ -34,6 +34,7 @@ def clear_frame(axes: Axes, *sides: str) -> None:
 
 SKY, BLUE, ORANGE, GREEN = "#56B4E9", "#0072B2", "#E69F00", "#009E73"
 VERMILION, PURPLE, YELLOW, PALE, GREY = "#D55E00", "#CC79A7", "#F0E442", "#E8E8E8", "#999999"
+BLACK, LIME, VIOLET = "#000000", "#A4D65E", "#7A1FA2"
 
 OF_USES = MappingProxyType(
     {

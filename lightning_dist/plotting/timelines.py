@@ -7,19 +7,22 @@ each other on one scale. If a rank has several stages, boxes of all but its firs
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_dist.engine.schedules.actions import ActionKind
 from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 from lightning_dist.plotting.style import (
+    BLACK,
     BLUE,
     GREEN,
+    LIME,
     ORANGE,
     PALE,
     PURPLE,
     SKY,
     VERMILION,
+    VIOLET,
     YELLOW,
     clear_frame,
     new_figure,
@@ -29,7 +32,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LAPS = (VERMILION, PURPLE, YELLOW)
+_LAPS = (VERMILION, PURPLE, YELLOW, BLACK, LIME, VIOLET)
+"""Colours of a rank's stages but its first; with more stages they come again."""
+_LEGEND_ROW, _LEGEND_COLUMNS = 6, 5  # entries of a single row; columns of several rows
 _UNDERLINE_HEIGHT = 0.14
 _ROW_HEIGHT = 0.82
 _WIDTH_INCHES = 12.0
@@ -167,20 +172,29 @@ def draw_legend(
 
     spans = [span for timeline in timelines for span in timeline.spans]
     kinds = {span.action.kind for span in spans}
-    laps = max(_most_stages(timeline.spans) for timeline in timelines) - 1
+    most = max(_most_stages(timeline.spans) for timeline in timelines)
+    stages = [list(range(2, most + 1))[lap :: len(_LAPS)] for lap in range(len(_LAPS))]
     parted = ActionKind.BACKWARD_WEIGHT in kinds
     entries = {
         "forward": SKY,
         "backward (or inputs' part)" if parted else "backward": BLUE,
         **({"weights' part": GREEN} if parted else {}),
         **({"update": ORANGE} if any(s.kind is SpanKind.UPDATE for s in spans) else {}),
-        **{f"a rank's stage {lap + 2}": _LAPS[lap % len(_LAPS)] for lap in range(laps)},
+        **{_stages_text(own): c for own, c in zip(stages, _LAPS, strict=True) if own},
         idle: PALE,
     }
     handles = [Patch(facecolor=c, edgecolor="#999999", label=n) for n, c in entries.items()]
     figure.legend(
-        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9
+        handles=handles,
+        loc="outside upper right",
+        ncols=len(handles) if len(handles) <= _LEGEND_ROW else _LEGEND_COLUMNS,
+        frameon=False,
+        fontsize=9,
     )
+
+
+def _stages_text(stages: Sequence[int]) -> str:
+    return f"a rank's stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def _most_stages(spans: Iterable[Span]) -> int:

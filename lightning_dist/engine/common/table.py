@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 def format_count(number: int) -> str:
     """Returns a count of at least 0 in three digits and a unit."""
-    return _three_digits(number, ("", "K", "M", "B"))
+    return _three_digits(number, ("", "K", "M", "B", "T", "P"))
 
 
 def scale_of_bytes(num_bytes: float) -> tuple[float, str]:
@@ -21,7 +21,7 @@ def scale_of_bytes(num_bytes: float) -> tuple[float, str]:
 
 def format_bytes(num_bytes: int) -> str:
     """Returns a size of at least 0 bytes in three digits and a unit, in powers of 1000."""
-    return _three_digits(num_bytes, ("B", "kB", "MB", "GB", "TB"))
+    return _three_digits(num_bytes, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def _three_digits(number: float, scales: Sequence[str]) -> str:

@@ -106,3 +106,11 @@ def test_a_wide_table_is_not_cut_off(capsys: pytest.CaptureFixture[str]) -> None
     wide = Table("Wide", tuple("abcdefgh"), (("0123456789abcdef",) * 8,))
     print_tables([wide])
     assert capsys.readouterr().out.count("0123456789abcdef") == 8
+
+
+def test_a_long_text_is_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = "many words and " * 12
+    print_tables([Table("", ("", ""), (("input", sentence), ("steps", "10")))])
+    drawn = capsys.readouterr().out
+    assert max(map(len, drawn.splitlines())) <= 88
+    assert drawn.count("many") == drawn.count("words") == drawn.count("and") == 12

@@ -126,6 +126,18 @@ def test_names_of_layers_leave_room_for_bars(name: str) -> None:
     assert slanted or all(a.x1 < b.x0 for a, b in zip(boxes, boxes[1:], strict=False))
 
 
+@pytest.mark.parametrize("num_stages", [1, 8, 13, 30, 64, 128])
+def test_names_of_stages_do_not_overlap(num_stages: int) -> None:
+    costs = StepCosts((LayerCosts("layer", 0.001, 0.002),) * num_stages)
+    shape = PipelineShape("gpipe", 2, (1,) * num_stages, 0)
+    figure = plot_balance(find_balance(costs, shape))
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in figure.axes[1].get_yticklabels()]
+    assert all(above.y0 >= below.y1 for above, below in zip(boxes, boxes[1:], strict=False))
+    assert len(boxes) >= num_stages / 4
+    assert figure.axes[0].get_window_extent().height > 150
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "scale"),
     [(0, (1.0, "B")), (999, (1.0, "B")), (2e6, (1e6, "MB")), (1e18, (1e12, "TB"))],

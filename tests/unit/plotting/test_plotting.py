@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,13 @@ import torch
 from lightning_dist.engine.pipeline.measurements import Measurements
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action
-from lightning_dist.engine.schedules.registry import build_schedule
+from lightning_dist.engine.schedules.registry import PipelineShape, build_schedule
 from lightning_dist.engine.schedules.simulator import StageCosts, simulate
 from lightning_dist.engine.schedules.timeline import Span, SpanKind, Timeline
 from lightning_dist.plotting import plot_timeline, plot_timelines
 from lightning_dist.plotting.chrome_trace import read_chrome_trace, write_chrome_trace
+from lightning_dist.plotting.style import new_figure
+from lightning_dist.plotting.timelines import draw_legend, draw_timeline
 
 
 def simulated(name: str = "1f1b") -> Timeline:
@@ -47,6 +50,28 @@ def test_a_picture_tells_stages_of_a_rank_and_parts_of_a_backward() -> None:
     ]
     underlined = figure.axes[0].collections[1]  # behind the boxes of rank 0
     assert len(underlined.get_paths()) == 3 * 4  # F, I and W of each micro-batch
+
+
+@pytest.mark.parametrize("stages_per_rank", [2, 6, 7, 16])
+def test_a_legend_fits_and_gives_a_colour_once(stages_per_rank: int) -> None:
+    shape = PipelineShape(
+        "interleaved_1f1b", 2, (1,) * 2 * stages_per_rank, 0, stages_per_rank=stages_per_rank
+    )
+    costs = StageCosts.uniform(2 * stages_per_rank, update_seconds=0.1)
+    figure = new_figure(11.0, 4.0)
+    timeline = simulate(shape.build(1), costs)
+    draw_timeline(figure.subplots(), timeline, "", timeline.makespan_seconds * 1e3)
+    draw_legend(figure, [timeline])
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
+    colours = [patch.get_facecolor() for patch in legend.get_patches()]
+    assert len(set(colours)) == len(colours)
+    of_stages = [text.get_text() for text in legend.get_texts() if "stage" in text.get_text()]
+    named = [int(number) for text in of_stages for number in re.findall(r"\d+", text)]
+    assert sorted(named) == list(range(2, stages_per_rank + 1))
 
 
 def test_an_empty_timeline_can_be_drawn(tmp_path: Path) -> None:
