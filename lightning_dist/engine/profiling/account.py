@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -75,7 +75,8 @@ def account_for(record: RankRecord) -> Account:
         if phase.kind is PhaseKind.VALIDATION
     ]
     total = length(outside(record.steps, validation)) / count
-    found = {use: value / count for use, value in _by_use([*record.spans, *record.phases]).items()}
+    uses = _by_use([*record.spans, *record.phases], validation)
+    found = {use: value / count for use, value in uses.items()}
     if record.exposure is not None and not found[Use.WAITING] + found[Use.COMMUNICATION]:
         for use in (Use.FORWARD, Use.BACKWARD, Use.UPDATE):
             part = record.exposure.shares.get(use.value, 0.0) * found[use]
@@ -85,13 +86,13 @@ def account_for(record: RankRecord) -> Account:
     return Account(total, found)
 
 
-def _by_use(parts: Iterable[Span | Phase]) -> dict[Use, float]:
+def _by_use(parts: Iterable[Span | Phase], left_out: Sequence[Interval]) -> dict[Use, float]:
     intervals: dict[Use, list[Interval]] = {use: [] for use in Use}
     for part in parts:
         if (use := use_of(part)) is not None:
             intervals[use].append((part.start_seconds, part.end_seconds))
     seconds: dict[Use, float] = {}
-    before: list[Interval] = []
+    before = [*left_out]
     for use, own in intervals.items():
         seconds[use] = length(outside(own, before))
         before = union([*before, *own])

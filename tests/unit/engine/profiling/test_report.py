@@ -133,6 +133,18 @@ def test_each_second_counts_once() -> None:
     assert account.seconds[Use.OTHER] == 0.5
 
 
+def test_what_happens_inside_of_a_validation_is_no_part_of_a_step() -> None:
+    phases = (
+        Phase(0, PhaseKind.VALIDATION, 6.0, 9.0),
+        Phase(0, PhaseKind.CHECKPOINT, 7.0, 8.5),
+        Phase(0, PhaseKind.DATA_LOADING, 8.5, 9.0),
+    )
+    account = account_for(replace(plain(0, backward=4.0), phases=phases))
+    assert account.step_seconds == 7.0
+    assert account.seconds[Use.CHECKPOINT] == account.seconds[Use.DATA_LOADING] == 0.0
+    assert sum(account.seconds.values()) == 7.0
+
+
 def test_exposed_collectives_are_taken_out_of_what_they_happened_in() -> None:
     exposure = Exposure(3.0, 1.5, {"backward": 0.25, "update": 1.0})
     account = account_for(plain(0, backward=4.0, exposure=exposure))
