@@ -33,6 +33,9 @@ _PARTS: Mapping[_Event, str] = MappingProxyType(
 class LoopProfiler(Profiler):
     """Records the loop's actions while it listens, and passes them on to the user's profiler.
 
+    Parts of a step never overlap. With manual optimization the backward and the update are inside
+    of ``training_step``; the forward is what is left of it, before, between and after them.
+
     Attributes:
         listens: Whether anything is recorded.
         annotates: Whether parts of the step get their names in a trace of torch's profiler.
@@ -52,6 +55,7 @@ class LoopProfiler(Profiler):
         self._recorder = recorder
         self._records_steps = records_steps
         self._begun: dict[_Event, Any] = {}
+        self._interrupts_forward: _Event | None = None
         self._phases: list[tuple[PhaseKind, Any, Any]] = []
         self._named: dict[_Event, ExitStack] = {}
 
@@ -71,6 +75,15 @@ class LoopProfiler(Profiler):
                 self.end(event)
         self.users.stop(action_name)
 
+    def begin_backward(self) -> None:
+        """Notes the begin of a manual backward, of which Lightning does not tell its profiler."""
+        if self._records_steps:
+            self.begin(_BACKWARD)
+
+    def end_backward(self) -> None:
+        """Notes the end of a manual backward."""
+        self.end(_BACKWARD)
+
     def begin_update(self) -> None:
         """Notes that the gradients are complete: Lightning's own action holds the whole step."""
         if self._records_steps:
@@ -78,6 +91,10 @@ class LoopProfiler(Profiler):
 
     def begin(self, event: _Event) -> None:
         """Begins a phase, or a part of a step."""
+        is_in_forward = _FORWARD in self._begun or _FORWARD in self._named
+        if event in (_BACKWARD, _UPDATE) and is_in_forward:
+            self.end(_FORWARD)
+            self._interrupts_forward = event
         if self.annotates and event in _PARTS:
             self._named[event] = ExitStack()
             self._named[event].enter_context(part_of_step(_PARTS[event]))
@@ -87,14 +104,15 @@ class LoopProfiler(Profiler):
     def end(self, event: _Event) -> None:
         """Ends what has begun, and records it."""
         self._named.pop(event, ExitStack()).close()
-        start = self._begun.pop(event, None)
-        if start is None:
-            return
-        if isinstance(event, PhaseKind):
-            self._phases.append((event, start, self._recorder.mark()))
-            return
-        kind, action = event
-        self._recorder.record(kind, Action(0, action, self.batch), start)
+        if (start := self._begun.pop(event, None)) is not None:
+            if isinstance(event, PhaseKind):
+                self._phases.append((event, start, self._recorder.mark()))
+            else:
+                kind, action = event
+                self._recorder.record(kind, Action(0, action, self.batch), start)
+        if self._interrupts_forward == event:
+            self._interrupts_forward = None
+            self.begin(_FORWARD)
 
     def take(self) -> tuple[Phase, ...]:
         """Returns the phases since the last call."""

@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.profiler import profile
 from typing_extensions import override
 
@@ -148,6 +149,18 @@ class StepProfiler(pl.Callback):
             return
         self._watch.loop.batch = self._batch
         self._watch.begin(role, is_first=self._plan.role(self._batch - 1) is not role)
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        if self._watch is not None and not pl_module.automatic_optimization:
+            self._watch.loop.begin_backward()
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._watch is not None and not pl_module.automatic_optimization:
+            self._watch.loop.end_backward()
 
     @override
     def on_before_zero_grad(self, *_: Any) -> None:

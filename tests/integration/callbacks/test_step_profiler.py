@@ -237,6 +237,36 @@ def test_other_strategies_are_told_by_phase(workers: WorkerPool, tmp_path: Path,
         assert len([*tmp_path.glob("torch_rank[01]_batch3.json.gz")]) == 2
 
 
+class Manual(Slow):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        loss.register_hook(lambda _: time.sleep(SLEEP_SECONDS))
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def test_manual_optimization_has_a_backward_and_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    profiler = StepProfiler(active_steps=2, warmup_steps=0, trace_dir=str(tmp_path))
+    options = {"devices": 1, "limit_val_batches": 0, "max_steps": 5}
+    trainer = make_trainer(callbacks=[profiler], **options)
+    trainer.fit(make_module(Manual), loader(), loader())
+    assert profiler.report is not None
+    (account,) = profiler.report.accounts
+    assert account.seconds[Use.FORWARD] >= NUM_LAYERS * SLEEP_SECONDS
+    assert account.seconds[Use.BACKWARD] >= SLEEP_SECONDS
+    assert account.seconds[Use.UPDATE] > 0
+
+
 def test_alone_and_what_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

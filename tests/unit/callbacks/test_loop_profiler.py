@@ -83,6 +83,20 @@ def test_steps_that_somebody_else_records_are_left_to_them() -> None:
     assert len(loop.take()) == 2
 
 
+def test_a_manual_backward_and_update_part_the_forward_that_they_are_inside_of() -> None:
+    loop, _, recorder = loop_of()
+    loop.listens, start = True, recorder.mark()
+    with loop.profile("[Strategy]S.training_step"):
+        for _ in range(2):  # as with a generator and a discriminator
+            loop.begin_backward()
+            loop.end_backward()
+            with loop.profile("optimizer_step"):
+                loop.begin_update()
+    spans = recorder.since(start)
+    assert [str(span.action)[1:] for span in spans] == ["F0", "B0", "F0", "STEP0"] * 2 + ["F0"]
+    assert all(a.end_seconds <= b.start_seconds for a, b in zip(spans, spans[1:], strict=False))
+
+
 TABLE = Table("Sizes", ("name", "size"), (("a", "1"), ("long", "20")), frozenset({1}))
 
 
