@@ -158,10 +158,11 @@ class RankWatch:
         self.loop.listens = False
         ends = [self._recorder.seconds(mark) for mark in self._marks]
         phases = self.loop.take()
+        spans = _outside_validation(self._recorder.since(self._marks[0]), phases)
         return RankRecord(
             place=self._place,
             steps=tuple(zip(ends, ends[1:], strict=False)),
-            spans=_outside_validation(self._recorder.since(self._marks[0]), phases),
+            spans=tuple(span for _, span in spans),
             phases=phases,
             num_samples=self._num_samples,
             num_tokens=self._num_tokens,
@@ -169,6 +170,7 @@ class RankWatch:
             memory=self._memory,
             exposure=self._exposure,
             layers={} if self._layers is None else self._layers.profile().layers,
+            stretches=tuple(stretch for stretch, _ in spans),
         )
 
     @property
@@ -205,10 +207,12 @@ class RankWatch:
         return MemoryUse(measured, predicted, allocated)
 
 
-def _outside_validation(spans: tuple[Span, ...], phases: tuple[Phase, ...]) -> tuple[Span, ...]:
+def _outside_validation(
+    spans: Iterable[tuple[int, Span]], phases: Iterable[Phase]
+) -> list[tuple[int, Span]]:
     validations = [p for p in phases if p.kind is PhaseKind.VALIDATION]
-    return tuple(
-        span
-        for span in spans
+    return [
+        (stretch, span)
+        for stretch, span in spans
         if not any(v.start_seconds <= span.start_seconds < v.end_seconds for v in validations)
-    )
+    ]

@@ -2,7 +2,7 @@
 
 A synchronous pipeline is measured step by step, from the first forward of any rank to the last
 update. The time between steps is the loop's and no bubble. An asynchronous pipeline has no such
-ends, so it is measured over the whole window.
+ends, so it is measured while it is full: in each stretch between drains and validations.
 """
 
 from __future__ import annotations
@@ -24,12 +24,22 @@ _FILLS = 3
 
 def measured_bubble(records: Sequence[RankRecord], shape: PipelineShape) -> float:
     """Returns the share of the ranks' time, on one clock, without compute or update."""
-    spans = [span for record in records for span in record.spans]
     if shape.family.update_rule.is_asynchronous:
-        return steady(Timeline(len(records), tuple(spans))).bubble_fraction
-    steps = [step_timeline(records, step) for step in range(len(records[0].steps))]
-    total = sum(step.num_ranks * step.makespan_seconds for step in steps)
-    return 1.0 - sum(step.busy_seconds() for step in steps) / total if total else 0.0
+        parts = [steady(stretch) for stretch in _stretches(records)]
+    else:
+        parts = [step_timeline(records, step) for step in range(len(records[0].steps))]
+    total = sum(part.num_ranks * part.makespan_seconds for part in parts)
+    return 1.0 - sum(part.busy_seconds() for part in parts) / total if total else 0.0
+
+
+def _stretches(records: Sequence[RankRecord]) -> list[Timeline]:
+    """Returns the timelines of stretches that no drain or validation interrupts."""
+    found: dict[int, list[Span]] = {}
+    for record in records:
+        numbers = record.stretches or (0,) * len(record.spans)
+        for number, span in zip(numbers, record.spans, strict=True):
+            found.setdefault(number, []).append(span)
+    return [Timeline(len(records), tuple(spans)) for spans in found.values()]
 
 
 def step_timeline(records: Sequence[RankRecord], step: int) -> Timeline:
@@ -45,7 +55,7 @@ def steady(timeline: Timeline) -> Timeline:
     """Returns the timeline of an asynchronous pipeline without its fill and drain.
 
     The pipeline is full from when each rank has begun its first backward until one rank has done
-    its last forward.
+    its last forward. If it never is, the timeline is empty.
     """
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
@@ -56,8 +66,8 @@ def steady(timeline: Timeline) -> Timeline:
             ends[span.rank] = max(ends.get(span.rank, span.end_seconds), span.end_seconds)
         else:
             begins[span.rank] = min(begins.get(span.rank, span.start_seconds), span.start_seconds)
-    if not begins or not ends:
-        return timeline
+    if not len(begins) == len(ends) == timeline.num_ranks:
+        return Timeline(timeline.num_ranks, ())
     return timeline.between(max(begins.values()), min(ends.values()))
 
 

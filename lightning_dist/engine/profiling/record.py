@@ -122,6 +122,8 @@ class RankRecord:
         memory: Memory of the rank.
         exposure: Exposure in a traced step; None if no step was traced.
         layers: Costs of the rank's layers for a micro-batch, by index in the pipelined module.
+        stretches: For each span, which stretch between drains and validations it is of, by numbers
+            that are the same on all ranks. Empty if all spans are of one.
     """
 
     place: RankPlace
@@ -134,6 +136,7 @@ class RankRecord:
     memory: MemoryUse
     exposure: Exposure | None = None
     layers: Mapping[int, LayerCosts] = field(default_factory=dict)
+    stretches: tuple[int, ...] = ()
 
     def on_clock(self, offset: ClockOffset) -> RankRecord:
         """Returns the same record on a clock from which this rank's has the given offset."""

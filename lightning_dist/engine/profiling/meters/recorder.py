@@ -133,16 +133,16 @@ class Recorder:
             found.setdefault(stretch, []).append(self._span(*marks))
         return {stretch: tuple(spans) for stretch, spans in found.items()}
 
-    def since(self, start: Any) -> tuple[Span, ...]:
-        """Returns the spans that began after a mark, in seconds since the epoch, oldest first."""
+    def since(self, start: Any) -> tuple[tuple[int, Span], ...]:
+        """Returns the spans that began after a mark, as :meth:`stretches`, with their stretch."""
         begin = self.seconds(start)
-        found: list[Span] = []
-        for _, *marks in reversed(self._marks):
+        found: list[tuple[int, Span]] = []
+        for stretch, *marks in reversed(self._marks):
             span = self._span(*marks)
             if span.end_seconds < begin:
                 break
             if span.start_seconds >= begin:
-                found.append(span)
+                found.append((stretch, span))
         return tuple(reversed(found))
 
     def _span(self, kind: SpanKind, action: Action, start: Any, end: Any) -> Span:

@@ -86,6 +86,37 @@ def test_an_asynchronous_pipeline_that_is_never_idle() -> None:
     assert report.predicted_bubble_fraction == pytest.approx(0.0)
 
 
+def test_drains_and_validations_are_no_bubble_of_an_asynchronous_pipeline() -> None:
+    record = record_of(0, "1f1b")
+    shape = replace(record.place.shape, schedule="pipedream", num_microbatches=1)
+
+    def spans(rank: int, batches: range, begin: float) -> list[Span]:
+        return [
+            Span(rank, SpanKind.COMPUTE, Action(rank, kind, batch), start, start + 1.0)
+            for place, batch in enumerate(batches)
+            for kind, start in (
+                (ActionKind.FORWARD, begin + 2.0 * place),
+                (ActionKind.BACKWARD, begin + 2.0 * place + 1),
+            )
+        ]
+
+    def measured(rank: int) -> RankRecord:
+        # A drain of the first rank alone, from 12 to 13, and a validation until 100.
+        drain = [Span(0, SpanKind.COMPUTE, Action(0, ActionKind.BACKWARD, 6), 12.5, 13.0)]
+        parts = {0: spans(rank, range(6), 0.0), 1: [] if rank else drain}
+        parts[7] = spans(rank, range(7, 13), 100.0)
+        return replace(
+            record,
+            place=replace(record.place, rank=rank, shape=shape),
+            spans=tuple(span for part in parts.values() for span in part),
+            stretches=tuple(number for number, part in parts.items() for _ in part),
+            phases=(Phase(rank, PhaseKind.VALIDATION, 14.0, 100.0),),
+        )
+
+    report = ProfileReport((measured(0), measured(1)), ())
+    assert report.bubble_fraction == pytest.approx(0.0)
+
+
 def test_where_the_time_went() -> None:
     account = report_of().accounts[1]
     assert account.step_seconds == pytest.approx(STEP_SECONDS)
