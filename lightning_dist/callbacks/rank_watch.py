@@ -7,7 +7,7 @@ timed. The plan of steps (:mod:`.profiling.step_plan`) says what each step is me
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +17,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_dist.callbacks.loop_profiler import LoopProfiler
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
+from lightning_dist.engine.planning.layer_costs import LayerCosts
 from lightning_dist.engine.planning.memory import RankMemory, TrainedPart
 from lightning_dist.engine.profiling.exposure import Exposure
 from lightning_dist.engine.profiling.meters.memory import bytes_of, gradient_bytes, optimizer_bytes
@@ -61,6 +62,7 @@ class RankWatch:
         self.loop = LoopProfiler(users, self._recorder, records_steps=pipeline is None)
         self._counter: StepCounter | None = StepCounter(view.mesh, module.parameters())
         self._layers: LayerProfiler | None = None
+        self._layer_costs: Mapping[int, LayerCosts] = {}
         is_traced = isinstance(users, PyTorchProfiler)  # torch runs one at a time
         wants_trace = pipeline is None and self.group is not None and not is_traced
         self._trace = CollectiveTrace(self.device) if wants_trace else None
@@ -86,6 +88,7 @@ class RankWatch:
         for meter in (self._counter, self._trace, self._layers):
             if meter is not None:
                 meter.stop()
+        self._recorder.take()  # of a window that has not ended
         if profiler_of(self._trainer) is self.loop:
             set_profiler(self._trainer, self.loop.users)
 
@@ -116,6 +119,7 @@ class RankWatch:
             self._counter = None
         if role is Role.EXAMINED and self._layers is not None:
             self._layers.stop()
+            self._layer_costs = self._layers.profile().layers  # while the recorder has its spans
         if role is Role.EXAMINED and self._trace is not None:
             self.loop.annotates = False
             self._exposure = self._trace.stop()
@@ -141,6 +145,7 @@ class RankWatch:
     def begin_timing(self) -> None:
         """Begins the first timed batch, before its data are read. Collective: a barrier."""
         self._barrier()  # some ranks have read a longer trace, and the others would wait
+        self._recorder.keep()
         self._marks = [self._recorder.mark()]
         self._num_samples, self._num_tokens = 0, 0
         self.loop.listens = True
@@ -158,7 +163,7 @@ class RankWatch:
         self.loop.listens = False
         ends = [self._recorder.seconds(mark) for mark in self._marks]
         phases = self.loop.take()
-        spans = _outside_validation(self._recorder.since(self._marks[0]), phases)
+        spans = _outside_validation(self._recorder.take(), phases)
         return RankRecord(
             place=self._place,
             steps=tuple(zip(ends, ends[1:], strict=False)),
@@ -169,7 +174,7 @@ class RankWatch:
             count=self._count,
             memory=self._memory,
             exposure=self._exposure,
-            layers={} if self._layers is None else self._layers.profile().layers,
+            layers=self._layer_costs,
             stretches=tuple(stretch for stretch, _ in spans),
         )
 

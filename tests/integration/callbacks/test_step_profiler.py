@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.nn.functional as F
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PyTorchProfiler
@@ -21,7 +23,9 @@ from lightning_dist.callbacks import StageBalancer, StepProfiler
 from lightning_dist.engine.planning.traffic import MessageKind
 from lightning_dist.engine.profiling.account import Use
 from lightning_dist.engine.profiling.report import ProfileReport
+from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.strategies.base.lightning_internals import profiler_of, set_profiler
+from lightning_dist.strategies.base.rank_view import view_of
 from tests.helpers.networks.models import Classifier, make_data, make_module, make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 
@@ -235,6 +239,34 @@ def test_other_strategies_are_told_by_phase(workers: WorkerPool, tmp_path: Path,
         assert report.flops == TRAINED_FLOPS  # each rank has half of each layer
         assert sent[MessageKind.ALL_GATHER] > 0
         assert len([*tmp_path.glob("torch_rank[01]_batch3.json.gz")]) == 2
+
+
+class Forgetful(Callback):
+    """Lets the recorder forget what is older than one batch, as it does after 20,000 spans."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        pipeline = view_of(trainer).pipeline
+        assert pipeline is not None
+        pipeline.recorder._marks = deque(maxlen=24)
+
+
+def fit_long_window(directory: str) -> ProfileReport | None:
+    profiler = StepProfiler(50, 5, directory, warmup_steps=1)
+    callbacks = [Forgetful(), profiler]
+    options = {"devices": 2, "limit_val_batches": 0, "max_steps": 8}
+    trainer = make_trainer(strategy=make("1f1b"), callbacks=callbacks, **options)
+    trainer.fit(make_module(Slow), loader(), loader())
+    return profiler.report
+
+
+def test_a_long_window_loses_no_spans_and_no_layers(workers: WorkerPool, tmp_path: Path) -> None:
+    report, _ = workers.run(2, fit_long_window, str(tmp_path))
+    assert report is not None
+    for record in report.records:
+        for start, end in record.steps:
+            inside = [s for s in record.spans if start <= s.start_seconds <= s.end_seconds <= end]
+            assert len([s for s in inside if s.kind is SpanKind.COMPUTE]) == 2 * 4
+        assert all(layer.forward_seconds >= SLEEP_SECONDS for layer in record.layers.values())
 
 
 class Manual(Slow):

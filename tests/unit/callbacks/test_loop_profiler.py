@@ -55,11 +55,12 @@ def run_batch(loop: LoopProfiler) -> None:
 
 def test_what_is_told_becomes_phases_and_spans() -> None:
     loop, users, recorder = loop_of()
+    recorder.keep()
     run_batch(loop)
-    start = recorder.mark()
-    assert recorder.since(start) == () == loop.take()
+    assert recorder.take() == () == loop.take()
     heard = list(users.heard)
     assert heard[-2:] == ["+save_checkpoint", "-save_checkpoint"]
+    recorder.keep()
     loop.listens, loop.batch = True, 7
     run_batch(loop)
     assert users.heard == heard * 2  # the user's profiler hears it all, in the same order
@@ -67,7 +68,7 @@ def test_what_is_told_becomes_phases_and_spans() -> None:
     assert [phase.kind for phase in phases] == [PhaseKind.DATA_LOADING, PhaseKind.CHECKPOINT]
     assert phases[0].duration_seconds >= 0.002
     assert phases[0].rank == 3
-    forward, backward, update = (span for _, span in recorder.since(start))
+    forward, backward, update = (span for _, span in recorder.take())
     assert [str(s.action) for s in (forward, backward, update)] == ["0F7", "0B7", "0STEP7"]
     assert backward.end_seconds <= update.start_seconds
     assert update.duration_seconds >= 0.002
@@ -77,22 +78,24 @@ def test_what_is_told_becomes_phases_and_spans() -> None:
 
 def test_steps_that_somebody_else_records_are_left_to_them() -> None:
     loop, _, recorder = loop_of(records_steps=False)
-    loop.listens, start = True, recorder.mark()
+    recorder.keep()
+    loop.listens = True
     run_batch(loop)
-    assert recorder.since(start) == ()
+    assert recorder.take() == ()
     assert len(loop.take()) == 2
 
 
 def test_a_manual_backward_and_update_part_the_forward_that_they_are_inside_of() -> None:
     loop, _, recorder = loop_of()
-    loop.listens, start = True, recorder.mark()
+    recorder.keep()
+    loop.listens = True
     with loop.profile("[Strategy]S.training_step"):
         for _ in range(2):  # as with a generator and a discriminator
             loop.begin_backward()
             loop.end_backward()
             with loop.profile("optimizer_step"):
                 loop.begin_update()
-    spans = [span for _, span in recorder.since(start)]
+    spans = [span for _, span in recorder.take()]
     assert [str(span.action)[1:] for span in spans] == ["F0", "B0", "F0", "STEP0"] * 2 + ["F0"]
     assert all(a.end_seconds <= b.start_seconds for a, b in zip(spans, spans[1:], strict=False))
 

@@ -148,3 +148,17 @@ def test_the_recorder_forgets_what_is_old() -> None:
         1: ["0F4"],
     }
     assert all(s.rank == 1 and s.duration_seconds >= 0 for v in stretches.values() for s in v)
+
+
+def test_the_recorder_keeps_all_that_is_asked_for() -> None:
+    recorder = Recorder(1, torch.device("cpu"), capacity=3)
+    for index in range(8):
+        if index == 1:
+            recorder.keep()
+        if index == 4:
+            recorder.interrupt()
+        with recorder.span(SpanKind.COMPUTE, Action.parse(f"0F{index}")):
+            pass
+    kept = [(stretch, str(span.action)) for stretch, span in recorder.take()]
+    assert kept == [(0, "0F1"), (0, "0F2"), (0, "0F3"), *((1, f"0F{i}") for i in range(4, 8))]
+    assert recorder.take() == ()

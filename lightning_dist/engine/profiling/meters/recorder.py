@@ -20,6 +20,7 @@ from lightning_dist.engine.schedules.actions import Action
 from lightning_dist.engine.schedules.timeline import Span, SpanKind
 
 _COUNTED_FROM_SECONDS = 8.0  # single precision resolves this to half a microsecond
+_Marks = tuple[int, SpanKind, Action, Any, Any]
 
 
 class _HostClock:
@@ -90,7 +91,8 @@ class CudaClock:
 class Recorder:
     """Keeps the newest spans of one rank, by a clock of its device.
 
-    Older spans than ``capacity`` are forgotten, so that long runs need no more memory.
+    Older spans than ``capacity`` are forgotten, so that long runs need no more memory. All spans
+    between :meth:`keep` and :meth:`take` are kept.
     """
 
     def __init__(self, rank: int, device: torch.device, capacity: int = 20_000) -> None:
@@ -98,7 +100,8 @@ class Recorder:
         self._clock: CudaClock | _HostClock = (
             CudaClock(device) if device.type == "cuda" else _HostClock()
         )
-        self._marks: deque[tuple[int, SpanKind, Action, Any, Any]] = deque(maxlen=capacity)
+        self._marks: deque[_Marks] = deque(maxlen=capacity)
+        self._kept: list[_Marks] | None = None
         self._stretch = 0
 
     @contextmanager
@@ -115,7 +118,10 @@ class Recorder:
     def record(self, kind: SpanKind, action: Action, start: Any) -> Any:
         """Records a span that began at a mark from :meth:`mark` and ends now; returns its end."""
         end = self.mark()
-        self._marks.append((self._stretch, kind, action, start, end))
+        marks = (self._stretch, kind, action, start, end)
+        self._marks.append(marks)
+        if self._kept is not None:
+            self._kept.append(marks)
         return end
 
     def seconds(self, mark: Any) -> float:
@@ -133,17 +139,17 @@ class Recorder:
             found.setdefault(stretch, []).append(self._span(*marks))
         return {stretch: tuple(spans) for stretch, spans in found.items()}
 
-    def since(self, start: Any) -> tuple[tuple[int, Span], ...]:
-        """Returns the spans that began after a mark, as :meth:`stretches`, with their stretch."""
-        begin = self.seconds(start)
-        found: list[tuple[int, Span]] = []
-        for stretch, *marks in reversed(self._marks):
-            span = self._span(*marks)
-            if span.end_seconds < begin:
-                break
-            if span.start_seconds >= begin:
-                found.append((stretch, span))
-        return tuple(reversed(found))
+    def keep(self) -> None:
+        """Begins to keep all spans for :meth:`take`, however many there are."""
+        self._kept = []
+
+    def take(self) -> tuple[tuple[int, Span], ...]:
+        """Returns the spans since :meth:`keep`, as :meth:`stretches`, and forgets them.
+
+        Each has the number of its stretch beside it.
+        """
+        kept, self._kept = self._kept or [], None
+        return tuple((stretch, self._span(*marks)) for stretch, *marks in kept)
 
     def _span(self, kind: SpanKind, action: Action, start: Any, end: Any) -> Span:
         return Span(
