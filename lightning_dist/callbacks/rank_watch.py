@@ -75,9 +75,14 @@ class RankWatch:
         set_profiler(trainer, self.loop)
 
     @property
+    def num_examined(self) -> int:
+        """Number of batches from one optimizer step to the next."""
+        return self._trainer.accumulate_grad_batches
+
+    @property
     def num_counted(self) -> int:
-        """Number of batches until the first counted batch has passed all stages."""
-        return 1 if self._pipeline is None else 1 + self._pipeline.lag
+        """Number of batches until those of one optimizer step have passed all stages."""
+        return self.num_examined + (0 if self._pipeline is None else self._pipeline.lag)
 
     def now(self) -> float:
         """Returns the time of this rank's clock, in seconds."""
@@ -102,7 +107,7 @@ class RankWatch:
         """Begins a batch; ``is_first`` says that the batch before had another role."""
         if role is Role.COUNTED and is_first and self._counter is not None:
             self._counter.start()
-        if role is not Role.EXAMINED:
+        if role is not Role.EXAMINED or not is_first:
             return
         if self._pipeline is not None:  # layers may have moved
             self._layers = self._pipeline.stages.layer_profiler(self._pipeline.recorder)
@@ -117,10 +122,12 @@ class RankWatch:
             self._counter.stop()
             self._count = self._counter.count(plan.num_counted, self._num_forwards)
             self._counter = None
-        if role is Role.EXAMINED and self._layers is not None:
+        if role is not Role.EXAMINED or not is_last:
+            return
+        if self._layers is not None:
             self._layers.stop()
             self._layer_costs = self._layers.profile().layers  # while the recorder has its spans
-        if role is Role.EXAMINED and self._trace is not None:
+        if self._trace is not None:
             self.loop.annotates = False
             self._exposure = self._trace.stop()
 

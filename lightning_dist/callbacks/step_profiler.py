@@ -1,7 +1,8 @@
 """Show where the time of training steps goes, under any strategy.
 
-Now and then some batches in a row are measured on all ranks: one whose operations are counted
-(once), one whose layers or collectives are examined, and then those that are timed, undisturbed.
+Now and then some batches in a row are measured on all ranks: those of one optimizer step, whose
+operations are counted (once), as many whose layers or collectives are examined, and then those that
+are timed, undisturbed.
 Then the ranks compare their clocks and exchange their measurements, so that each
 metric is the same on all of them and rank 0 can draw one picture.
 """
@@ -41,7 +42,7 @@ class StepProfiler(pl.Callback):
 
     Strategies of this package with stages are timed action by action, and their layers one by one.
     Any other strategy, Lightning's too, is timed by forward, backward and update; how much of its
-    collectives nothing hides is seen in one traced batch before the timed ones. Counting takes
+    collectives nothing hides is seen in a traced batch before the timed ones. Counting takes
     torch's own formulas, of matrix products, convolutions and attention.
 
     Args:
@@ -105,14 +106,16 @@ class StepProfiler(pl.Callback):
         self._batch = 0
         self._report = None
         self._watch = RankWatch(trainer, pl_module)
-        self._plan = replace(self._plan, num_counted=self._watch.num_counted)
+        counted, examined = self._watch.num_counted, self._watch.num_examined
+        self._plan = replace(self._plan, num_counted=counted, num_examined=examined)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close()
         if self._report is None:
             plan = self._plan
-            first_report = plan.warmup_steps + plan.num_counted + 1 + plan.active_steps
+            looked_at = plan.num_counted + plan.num_examined + plan.active_steps
+            first_report = plan.warmup_steps + looked_at
             rank_zero_warn(
                 f"StepProfiler has nothing to report: training ended after {self._batch} batches,"
                 f" and the first report needs {first_report}. Train longer, or make"

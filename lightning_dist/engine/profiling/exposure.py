@@ -49,7 +49,7 @@ def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[I
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """One rank's collectives in one step.
+    """One rank's collectives in the batches that are traced.
 
     Attributes:
         seconds: Time for which any collective was under way.

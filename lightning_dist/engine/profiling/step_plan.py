@@ -1,7 +1,8 @@
 """The choice of batches to profile.
 
 Counting operations and tracing collectives slow a step down. So there are separate steps for that,
-before the timed ones.
+before the timed ones. Where gradients accumulate, these are as many as an optimizer step takes, so
+that its messages and gradients are among them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Role(StrEnum):
     COUNTED = "counted"
     """Operations, messages and activations are counted; once in a run."""
     EXAMINED = "examined"
-    """Layers are timed, or collectives traced; once before the timed batches."""
+    """Layers are timed, or collectives traced; each time before the timed batches."""
     TIMED = "timed"
 
 
@@ -30,6 +31,7 @@ class StepPlan:
         active_steps: Number of batches that are timed each time.
         warmup_steps: Number of batches before the first with a role.
         num_counted: Number of counted batches, before the first examined one.
+        num_examined: Number of examined batches, before the timed ones.
 
     Raises:
         ValueError: The numbers do not fit together.
@@ -39,15 +41,17 @@ class StepPlan:
     active_steps: int
     warmup_steps: int
     num_counted: int = 1
+    num_examined: int = 1
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
-        least = self.active_steps + 1
+        least = self.active_steps + self.num_examined
         if self.active_steps < 1 or self.warmup_steps < 0 or self.every_n_steps < least:
             raise ValueError(
                 f"active_steps={self.active_steps} must be at least 1, warmup_steps="
                 f"{self.warmup_steps} not negative, and every_n_steps={self.every_n_steps} at least"
-                f" {least}: one batch more than active_steps, which is examined and not timed."
+                f" {least}: active_steps and the batches of an optimizer step,"
+                f" {self.num_examined}, which are examined and not timed."
             )
 
     def role(self, batch: int) -> Role:
@@ -57,9 +61,9 @@ class StepPlan:
         if batch < self.warmup_steps + self.num_counted:
             return Role.COUNTED
         place = self._place(batch)
-        if place == 0:
+        if place < self.num_examined:
             return Role.EXAMINED
-        return Role.TIMED if place <= self.active_steps else Role.NOTHING
+        return Role.TIMED if place < self.num_examined + self.active_steps else Role.NOTHING
 
     def begins_timing(self, batch: int) -> bool:
         """Returns whether a batch is the first of those that are timed together."""
@@ -67,7 +71,8 @@ class StepPlan:
 
     def ends_timing(self, batch: int) -> bool:
         """Returns whether a batch is the last of those that are timed together."""
-        return self.role(batch) is Role.TIMED and self._place(batch) == self.active_steps
+        last = self.num_examined + self.active_steps - 1
+        return self.role(batch) is Role.TIMED and self._place(batch) == last
 
     def _place(self, batch: int) -> int:
         return (batch - self.warmup_steps - self.num_counted) % self.every_n_steps

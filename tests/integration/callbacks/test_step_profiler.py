@@ -241,6 +241,31 @@ def test_other_strategies_are_told_by_phase(workers: WorkerPool, tmp_path: Path,
         assert len([*tmp_path.glob("torch_rank[01]_batch3.json.gz")]) == 2
 
 
+def fit_accumulating(directory: str) -> ProfileReport | None:
+    profiler = StepProfiler(50, 2, directory, warmup_steps=1)
+    trainer = make_trainer(
+        devices=2,
+        strategy=make("ddp"),
+        callbacks=[profiler],
+        limit_val_batches=0,
+        accumulate_grad_batches=2,
+        max_steps=4,
+    )
+    trainer.fit(make_module(Slow), loader(), loader())
+    return profiler.report
+
+
+def test_counts_are_of_a_whole_accumulation_window(workers: WorkerPool, tmp_path: Path) -> None:
+    report, _ = workers.run(2, fit_accumulating, str(tmp_path))
+    assert report is not None
+    gradients = PARAMETERS * 8
+    sent = report.bytes_by_kind[MessageKind.ALL_REDUCE]  # of both ranks, once in two batches
+    assert sent == pytest.approx(2 * gradients / 2, rel=0.01)
+    assert report.flops == 2 * TRAINED_FLOPS
+    assert report.exposed_share is not None
+    assert [r.memory.measured.gradients for r in report.records] == [gradients] * 2
+
+
 class Forgetful(Callback):
     """Lets the recorder forget what is older than one batch, as it does after 20,000 spans."""
 

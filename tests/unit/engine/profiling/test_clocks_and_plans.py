@@ -33,6 +33,16 @@ def test_roles_of_batches() -> None:
     assert plan.role(-1) is Role.NOTHING
 
 
+def test_where_gradients_accumulate_an_optimizer_step_is_counted_and_examined() -> None:
+    plan = StepPlan(every_n_steps=8, active_steps=2, warmup_steps=1, num_counted=3, num_examined=3)
+    letters = "".join(plan.role(batch).value[0] for batch in range(20))
+    assert letters == "n" + "ccc" + "eeettnnn" * 2
+    assert [b for b in range(20) if plan.begins_timing(b)] == [7, 15]
+    assert [b for b in range(20) if plan.ends_timing(b)] == [8, 16]
+    with pytest.raises(ValueError, match="every_n_steps=4 at least 5: .* optimizer step, 3,"):
+        StepPlan(every_n_steps=4, active_steps=2, warmup_steps=0, num_examined=3)
+
+
 @pytest.mark.parametrize(("every", "active", "warmup"), [(2, 2, 0), (5, 0, 0), (5, 2, -1)])
 def test_batches_that_do_not_fit(every: int, active: int, warmup: int) -> None:
     with pytest.raises(ValueError, match=f"active_steps={active} .*warmup_steps={warmup} .*least"):
