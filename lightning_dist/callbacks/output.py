@@ -1,17 +1,18 @@
 """Output of callbacks: tables on the console, files, and pictures and tables in loggers.
 
-Metrics go to every logger through ``self.log``. Weights & Biases shows pictures, tables and pages,
+Metrics go to every logger. Weights & Biases shows pictures, tables and pages,
 MLflow pictures, pages and text, TensorBoard pictures and text. Others, such as a CSV file, have the
 metrics only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -58,6 +59,20 @@ def print_tables(tables: Iterable[Table], *conclusions: str) -> None:
         console.print(drawn)
     for line in conclusions:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def log_at_once(
+    trainer: pl.Trainer, module: pl.LightningModule, metrics: Mapping[str, float]
+) -> None:
+    """Shows metrics to callbacks, as ``log_dict`` does, and to all loggers, once.
+
+    Lightning would give loggers what is logged only in each ``log_every_n_steps``-th batch, and
+    leave out or repeat metrics that come once in a while.
+    """
+    module.log_dict(metrics, batch_size=1, logger=False)
+    for logger in trainer.loggers:
+        logger.log_metrics({**metrics, "epoch": trainer.current_epoch}, trainer.global_step)
+        logger.save()
 
 
 class Media:
@@ -126,15 +141,15 @@ def _pixels(figure: Figure) -> Any:
     return np.asarray(canvas.buffer_rgba())
 
 
-def publish(report: ProfileReport, directory: Path, loggers: Iterable[Logger]) -> None:
-    """Prints a profile, writes its files to a directory, and shows it in loggers."""
+def publish(report: ProfileReport, directory: Path, loggers: Iterable[Logger], step: int) -> None:
+    """Prints a profile, writes its files to a directory, and shows it in loggers at a step."""
     directory.mkdir(parents=True, exist_ok=True)
     tables = {
         "summary": summary_table(report),
         "time": time_table(report),
         "memory": memory_table(report),
     }
-    media, step = Media(loggers), report.first_batch + report.num_steps
+    media = Media(loggers)
     for name, table in tables.items():
         media.show_table(f"profile/{name}", table, step)
     media.show_timeline("profile/spans", report.timeline)

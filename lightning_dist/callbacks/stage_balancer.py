@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.callbacks import output
-from lightning_dist.callbacks.output import Media
+from lightning_dist.callbacks.output import Media, log_at_once
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.common.names import check_choice, check_positive
@@ -77,8 +77,8 @@ class StageBalancer(pl.Callback):
     ``min_gain``; see :meth:`.PipelineStrategy.repartition`. Moving layers takes a
     :class:`~lightning_dist.PipelineStrategy`.
 
-    Each report logs metrics to all loggers: ``balance/stage_0_seconds`` and so on (forward and
-    backward of one micro-batch), ``balance/step_seconds`` (predicted for a batch),
+    Each report logs metrics to all loggers at once: ``balance/stage_0_seconds`` and so on (forward
+    and backward of one micro-batch), ``balance/step_seconds`` (predicted for a batch),
     ``balance/better_step_seconds`` (with the best cut), ``balance/gain`` (the share of a step that
     the best cut would save) and ``balance/measured_step_seconds``. If layers move, it logs
     ``balance/moved_layers`` and ``balance/move_seconds``, too. W&B and TensorBoard show two tables,
@@ -128,6 +128,7 @@ class StageBalancer(pl.Callback):
         self._profiler: LayerProfiler | None = None
         self._profiled_cut: tuple[int, ...] = ()
         self._balance: Balance | None = None
+        self._step = 0
 
     @property
     def balance(self) -> Balance | None:
@@ -187,18 +188,18 @@ class StageBalancer(pl.Callback):
         profiles = gather_objects(profiler.profile(states), view_of(trainer).group_of_all(""))
         steps = [p.step_seconds for p in profiles if p.step_seconds == p.step_seconds]
         measured = median(steps) if steps else float("nan")
-        last = self._num_batches - 1
+        last = trainer.fit_loop.total_batch_idx  # a resumed run counts on
         balance = self._balance = replace(
             self._compare(pipeline, StepCosts.of_ranks(profiles)),
             measured_step_seconds=measured,
             batches=(last + 1 - self._measured_steps, last),
         )
-        module.log_dict(_metrics_of(balance), batch_size=1)
+        self._step = trainer.global_step
+        log_at_once(trainer, module, _metrics_of(balance))
         if trainer.is_global_zero:
-            conclusion = conclude(balance, self._min_gain)
-            step, loggers = self._num_batches, trainer.loggers
+            conclusion, loggers = conclude(balance, self._min_gain), trainer.loggers
             has_choice = balance.gain >= self._min_gain
-            print_balance(balance, conclusion, loggers, step, print_tables=has_choice)
+            print_balance(balance, conclusion, loggers, self._step, print_tables=has_choice)
         if self._moves_layers and balance.gain >= self._min_gain:
             self._move(trainer, module, balance.better_cut)
 
@@ -207,8 +208,9 @@ class StageBalancer(pl.Callback):
         assert layers is not None, "checked before"
         done = layers.repartition(cut)
         seconds = trainer.strategy.broadcast(done.seconds)
-        module.log("balance/moved_layers", float(len(done.moves)), batch_size=1)
-        module.log("balance/move_seconds", seconds, batch_size=1)
+        moved = float(len(done.moves))
+        metrics = {"balance/moved_layers": moved, "balance/move_seconds": seconds}
+        log_at_once(trainer, module, metrics)
 
     def _compare(self, pipeline: Pipeline, costs: StepCosts) -> Balance:
         shape, cap_bytes = pipeline.shape, self._memory_cap_bytes
@@ -235,7 +237,7 @@ class StageBalancer(pl.Callback):
         path = None if directory is None else Path(directory) / "stage_balance.png"
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        media.show_figure("balance/picture", plot_balance(balance, path), self._num_batches)
+        media.show_figure("balance/picture", plot_balance(balance, path), self._step)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

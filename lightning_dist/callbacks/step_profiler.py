@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import profile
 from typing_extensions import override
 
-from lightning_dist.callbacks.output import publish
+from lightning_dist.callbacks.output import log_at_once, publish
 from lightning_dist.callbacks.rank_watch import RankWatch
 from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.profiling.meters.clock_sync import exchange_pings
@@ -36,8 +36,9 @@ class StepProfiler(pl.Callback):
     """Measures steps, and reports them.
 
     Each time ``profile/step_seconds``, ``profile/samples_per_second``, ``profile/waiting_share``
-    and so on go to all loggers (:attr:`.ProfileReport.metrics` lists them). At the end of training
-    rank 0 prints tables and writes ``step_profile.html``, ``step_profile.png`` and
+    and so on go to all loggers at once, whatever ``log_every_n_steps`` is
+    (:attr:`.ProfileReport.metrics` lists them). At the end of training, or when it fails or is
+    interrupted, rank 0 prints tables and writes ``step_profile.html``, ``step_profile.png`` and
     ``step_profile.json`` (for Perfetto) of the newest report.
 
     Strategies of this package with stages are timed action by action, and their layers one by one.
@@ -73,6 +74,7 @@ class StepProfiler(pl.Callback):
         self._watch: RankWatch | None = None
         self._torch: profile | None = None
         self._report: ProfileReport | None = None
+        self._unpublished: tuple[ProfileReport, int] | None = None
 
     @property
     def report(self) -> ProfileReport | None:
@@ -104,7 +106,7 @@ class StepProfiler(pl.Callback):
         directory = self._trace_dir or trainer.log_dir or "."  # all ranks must ask for `log_dir`
         self._directory = Path(directory)
         self._batch = 0
-        self._report = None
+        self._report = self._unpublished = None
         self._watch = RankWatch(trainer, pl_module)
         counted, examined = self._watch.num_counted, self._watch.num_examined
         self._plan = replace(self._plan, num_counted=counted, num_examined=examined)
@@ -121,12 +123,19 @@ class StepProfiler(pl.Callback):
                 f" and the first report needs {first_report}. Train longer, or make"
                 " warmup_steps or active_steps smaller."
             )
-        elif trainer.is_global_zero:
-            publish(self._report, self._directory, trainer.loggers)
+        self._publish(trainer)
 
     @override
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
         self._close()
+        self._publish(trainer)
+
+    def _publish(self, trainer: pl.Trainer) -> None:
+        """Publishes the newest report, on rank 0 and once."""
+        newest, self._unpublished = self._unpublished, None
+        if newest is not None and trainer.is_global_zero:
+            report, step = newest
+            publish(report, self._directory, trainer.loggers, step)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -146,11 +155,11 @@ class StepProfiler(pl.Callback):
         return self._plan.role(self._batch)
 
     @override
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         role = self._role
         if role is Role.NOTHING or self._watch is None:
             return
-        self._watch.loop.batch = self._batch
+        self._watch.loop.batch = trainer.fit_loop.total_batch_idx
         self._watch.begin(role, is_first=self._plan.role(self._batch - 1) is not role)
 
     @override
@@ -191,7 +200,7 @@ class StepProfiler(pl.Callback):
             watch.end_timed(batch)
         watch.end(role, plan, is_last=self._role is not role)
         if plan.ends_timing(number):
-            self._finish(pl_module, watch, number)
+            self._finish(trainer, pl_module, watch)
         if plan.begins_timing(self._batch):
             if self._torch_profiler:
                 self._torch = trace_for_perfetto(watch.device)
@@ -208,16 +217,18 @@ class StepProfiler(pl.Callback):
         if self._watch is not None:
             self._watch.loop.end(PhaseKind.VALIDATION)
 
-    def _finish(self, module: pl.LightningModule, watch: RankWatch, last_batch: int) -> None:
+    def _finish(self, trainer: pl.Trainer, module: pl.LightningModule, watch: RankWatch) -> None:
         record = watch.take()
         records: list[RankRecord] = [record]
         offsets: tuple[ClockOffset, ...] = (ClockOffset(),)
         if watch.group is not None:
             records = gather_objects(record, watch.group)
             offsets = exchange_pings(watch.now, watch.group)
-        first_batch = last_batch + 1 - self._plan.active_steps
+        # Of all batches, those before a checkpoint that the run was resumed from included.
+        first_batch = trainer.fit_loop.total_batch_idx + 1 - self._plan.active_steps
         self._report = ProfileReport.join(records, offsets, first_batch)
-        module.log_dict(self._report.metrics, batch_size=1)
+        self._unpublished = (self._report, trainer.global_step)
+        log_at_once(trainer, module, self._report.metrics)
         if self._torch is not None:
             self._torch.stop()
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ class AllMetrics(L.Callback):
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.values |= {name: float(value) for name, value in trainer.logged_metrics.items()}
+        self.values |= {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def fit(
