@@ -55,6 +55,8 @@ class RemovedTensors:
 
     def take(self, names: Collection[str]) -> None:
         """Removes tensors; of a tied one all names are given."""
+        if not names:
+            return  # hooks stay the same objects, for code that restores a module's attributes
         places = {name: place_of(self._module, name) for name in names}
         by_identity: dict[int, Tensor] = {}
         for name, (tensors, key) in places.items():
@@ -69,6 +71,8 @@ class RemovedTensors:
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Restores tensors, a tied one under all names, which are this rank's from now on."""
+        if not values:
+            return
         for name, tensor in values.items():
             tensors, key = self._places.pop(name)
             del self._shapes[name]

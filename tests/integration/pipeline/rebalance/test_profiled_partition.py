@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from torch import Tensor, nn
 
 from lightning_dist import PipelineStrategy
 from tests.helpers.networks.models import (
@@ -13,6 +18,7 @@ from tests.helpers.networks.models import (
     make_module,
     make_trainer,
 )
+from tests.helpers.networks.traced_models import Task, make_images
 from tests.helpers.processes.workers import WorkerPool
 from tests.integration.pipeline.rebalance.moving_common import (
     BY_PARAMETERS,
@@ -75,3 +81,51 @@ def test_what_does_not_train_is_cut_by_parameters_and_says_so(workers: WorkerPoo
     assert len(said) == 1
     assert "cut by parameters" in said[0]
     assert other_said == []
+
+
+class SmallAndSlow(nn.Module):
+    """Has most of its parameters behind the two convolutions that take most of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 64, 3, padding=1)
+        self.slow = nn.Conv2d(64, 64, 3, padding=1)
+        self.slow_too = nn.Conv2d(64, 64, 3, padding=1)
+        self.join = nn.Conv2d(64, 1, 1)
+        self.wide = nn.Linear(64, 2048)
+        self.head = nn.Linear(2048, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        deep = torch.tanh(self.slow(torch.tanh(self.stem(x))))
+        deep = self.join(torch.tanh(self.slow_too(deep)))
+        return self.head(torch.tanh(self.wide(deep.flatten(1)))).view_as(x)
+
+
+class Evaluated(Task):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+
+def fit_and_test_the_best(folder: str) -> Any:
+    module = make_module(partial(Evaluated, SmallAndSlow))
+    strategy = PipelineStrategy(layers="trace", partition="profile", num_microbatches=4)
+    cuts: list[tuple[int, ...]] = []
+    note = LambdaCallback(on_fit_start=lambda *_: cuts.append(strategy._split.layers_per_stage))
+    trainer = make_trainer(
+        devices=2,
+        strategy=strategy,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder, monitor="val_loss"), note],
+    )
+    trainer.fit(module, make_images(16, 16), make_images(16, 16))
+    validated = float(trainer.callback_metrics["val_loss"])
+    (tested,) = trainer.test(module, make_images(16, 16), ckpt_path="best", verbose=False)
+    return strategy._split.layers_per_stage, cuts[0], validated, tested["val_loss"]
+
+
+def test_the_best_checkpoint_of_a_traced_model_whose_layers_moved_is_tested(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    for cut, built, validated, tested in workers.run(2, fit_and_test_the_best, str(tmp_path)):
+        assert cut != built
+        assert tested == validated
