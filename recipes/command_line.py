@@ -10,6 +10,7 @@ from importlib.metadata import version
 import lightning as L
 import torch
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
@@ -93,8 +94,11 @@ class RecipeCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Downloads the checkpoint of a ``--ckpt_path=wandb:...``."""
+        """Downloads the checkpoint of a ``--ckpt_path=wandb:...``; takes a bare class."""
         config = self.config[self.subcommand]
+        strategy = config.trainer.strategy
+        if isinstance(strategy, str) and "." in strategy:  # no registered name has a dot
+            config.trainer.strategy = Namespace(class_path=strategy)
         if str(config.get("ckpt_path")).startswith(PREFIX):
             config.ckpt_path = str(download_checkpoint(config.ckpt_path))
 

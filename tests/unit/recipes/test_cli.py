@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import yaml
 
+from lightning_dist import FSDPStrategy
 from recipes.command_line import run
 
 CONFIGS = Path(__file__).parents[3] / "recipes" / "configs"
@@ -22,6 +24,17 @@ def print_config(
     assert stopped.value.code == 0
     printed: dict[str, dict[str, object]] = yaml.safe_load(capsys.readouterr().out)
     return printed
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning's own of the parser
+def test_a_strategy_may_be_a_bare_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[L.Trainer] = []
+    monkeypatch.setattr(L.Trainer, "fit", lambda trainer, *_, **__: trained.append(trainer))
+    words = ["--config", str(CONFIGS / "gpt_1f1b.yaml"), "--trainer.devices=1"]
+    words += ["--trainer.strategy=lightning_dist.FSDPStrategy"]  # without the stages' arguments
+    monkeypatch.setattr("sys.argv", ["recipes.train", "fit", *words])
+    run()
+    assert type(trained[0].strategy) is FSDPStrategy
 
 
 @pytest.mark.parametrize(
