@@ -93,3 +93,7 @@ class ScenesDataModule(L.LightningDataModule):
     @override
     def test_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self._test, batch_size=self._batch_size)
+
+    @override
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return self.test_dataloader()

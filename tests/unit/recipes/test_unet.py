@@ -47,3 +47,9 @@ def test_each_level_sees_what_the_way_down_has_left() -> None:
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
         ScenesDataModule(batch_size=0)
+
+
+def test_the_test_scenes_are_predicted() -> None:
+    data = ScenesDataModule(batch_size=4, num_train=16)
+    (tested,), (predicted,) = data.test_dataloader(), data.predict_dataloader()
+    assert torch.equal(predicted[0], tested[0])
