@@ -1,8 +1,7 @@
 """A small residual network as a sequence of layers, and its LightningModule.
 
 Blocks of two convolutions with BatchNorm (He et al. 2016); the last norm of each starts at zero, so
-that a fresh block is its shortcut (Goyal et al. 2017). AdamW under one cycle of the learning rate
-(Smith and Topin 2018).
+that a fresh block is its shortcut (Goyal et al. 2017). AdamW with linear warm-up and linear decay.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 from typing_extensions import override
+
+from recipes.gpt import warmup_and_decay
 
 
 class ResidualBlock(nn.Module):
@@ -110,6 +111,7 @@ class ResNet(L.LightningModule):
         width: Channels of the first half; the second has twice as many.
         num_classes: Classes.
         learning_rate: Peak learning rate.
+        warmup_steps: Steps until the peak; 0 starts at the peak.
         weight_decay: Weight decay of convolutions and the last matrix; norms and biases have none.
     """
 
@@ -118,12 +120,14 @@ class ResNet(L.LightningModule):
         width: int = 32,
         num_classes: int = 10,
         learning_rate: float = 1e-2,
+        warmup_steps: int = 50,
         weight_decay: float = 0.05,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.model = build_resnet(width, num_classes)
         self.learning_rate = learning_rate
+        self.warmup_steps = warmup_steps
         self.weight_decay = weight_decay
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
@@ -175,10 +179,9 @@ class ResNet(L.LightningModule):
             lr=self.learning_rate,
             weight_decay=self.weight_decay,
         )
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=self.learning_rate,
-            total_steps=int(self.trainer.estimated_stepping_batches),
+        total = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warmup_and_decay(step, self.warmup_steps, total)
         )
         return {
             "optimizer": optimizer,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 from typing_extensions import override
 
+from recipes.gpt import warmup_and_decay
 from recipes.scenes import BACKGROUND
 
 
@@ -73,13 +74,14 @@ class UNet(nn.Module):
 
 
 class Segmenter(L.LightningModule):
-    """Trains a U-Net with AdamW under one cycle of the learning rate.
+    """Trains a U-Net with AdamW, linear warm-up and linear decay.
 
     Args:
         width: As for :class:`UNet`, as the next two.
         depth: Levels below the first.
         num_classes: Classes of a pixel; the last one is the background.
         learning_rate: Peak learning rate.
+        warmup_steps: Steps until the peak; 0 starts at the peak.
         weight_decay: Weight decay.
     """
 
@@ -89,12 +91,14 @@ class Segmenter(L.LightningModule):
         depth: int = 2,
         num_classes: int = BACKGROUND + 1,
         learning_rate: float = 1e-2,
+        warmup_steps: int = 50,
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.model = UNet(width, depth, num_classes)
         self.learning_rate = learning_rate
+        self.warmup_steps = warmup_steps
         self.weight_decay = weight_decay
         self.val_iou = MulticlassJaccardIndex(num_classes)
         self.test_iou = MulticlassJaccardIndex(num_classes)
@@ -137,8 +141,10 @@ class Segmenter(L.LightningModule):
         optimizer = torch.optim.AdamW(
             self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay
         )
-        steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, steps)
+        total = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warmup_and_decay(step, self.warmup_steps, total)
+        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},

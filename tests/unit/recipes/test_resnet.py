@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch import nn
 import recipes.resnet
 from recipes.digits import DigitsDataModule
 from recipes.resnet import ResidualBlock, ResNet, build_resnet
+from recipes.unet import Segmenter
 
 
 def test_shapes_and_size_of_the_default_model() -> None:
@@ -45,24 +48,41 @@ def test_all_parameters_are_trained_and_only_matrices_decay() -> None:
             assert decay[p] == (0.0 if is_norm or p.ndim < 2 else 0.3)
 
 
-def test_the_learning_rate_goes_through_one_cycle() -> None:
-    module = ResNet(width=4, learning_rate=0.5)
-    trainer: Any = SimpleNamespace(estimated_stepping_batches=10)
+def scheduler_of(module: L.LightningModule, num_steps: float) -> Any:
+    trainer: Any = SimpleNamespace(estimated_stepping_batches=num_steps)
     module.trainer = trainer
-    configured = module.configure_optimizers()
-    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    return module.configure_optimizers()["lr_scheduler"]["scheduler"]
+
+
+def next_rates(scheduler: Any, num_steps: int) -> list[float]:
     rates = []
-    for _ in range(10):
+    for _ in range(num_steps):
         rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        if len(rates) < 10:
-            scheduler.step()
-    peak = rates.index(max(rates))
-    assert max(rates) == pytest.approx(0.5)
-    assert 0 < peak < 9
-    assert rates[: peak + 1] == sorted(rates[: peak + 1])
-    assert rates[peak:] == sorted(rates[peak:], reverse=True)
-    assert rates[-1] < 1e-3 * 0.5
+        scheduler.optimizer.step()
+        scheduler.step()
+    return rates
+
+
+MODULES = [ResNet(width=4, learning_rate=0.5), Segmenter(width=4, depth=1, learning_rate=0.5)]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=["digits", "unet"])
+def test_the_learning_rate_rises_and_falls_to_nothing(module: L.LightningModule) -> None:
+    rates = next_rates(scheduler_of(module, 100), 101)
+    assert rates[49] == rates[50] == max(rates) == pytest.approx(0.5)
+    assert rates[:50] == sorted(rates[:50])
+    assert rates[50:] == sorted(rates[50:], reverse=True)
+    assert rates[100] == 0.0
+
+
+@pytest.mark.parametrize("module", MODULES, ids=["digits", "unet"])
+def test_a_run_may_have_no_end_and_a_checkpoint_more_epochs(module: L.LightningModule) -> None:
+    assert next_rates(scheduler_of(module, math.inf), 100)[-1] == pytest.approx(0.5)
+    first, longer = scheduler_of(module, 60), scheduler_of(module, 100)
+    next_rates(first, 60)
+    longer.load_state_dict(first.state_dict())
+    rates = next_rates(longer, 40)
+    assert rates[1:] == pytest.approx([0.5 * (100 - step) / 50 for step in range(61, 100)])
 
 
 def test_the_loss_goes_down() -> None:
