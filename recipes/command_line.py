@@ -11,7 +11,9 @@ import lightning as L
 import torch
 import yaml
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 import lightning_dist  # noqa: F401  (registers the strategies' names)
@@ -50,7 +52,8 @@ class LoggedConfig(SaveConfigCallback):
 class RecipeCLI(LightningCLI):
     """Logs to CSV files under ``runs`` where the configuration names no logger.
 
-    With ``test_after_fit`` the best checkpoint is tested once training is over.
+    With ``test_after_fit`` the best checkpoint is tested once training is over, or the last weights
+    if none was saved.
     """
 
     @override
@@ -76,7 +79,7 @@ class RecipeCLI(LightningCLI):
             "--test_after_fit",
             type=bool,
             default=False,
-            help="Test the best checkpoint once training is over.",
+            help="Test the best checkpoint, if any was saved, once training is over.",
         )
 
     @override
@@ -104,10 +107,15 @@ class RecipeCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Tests the best checkpoint if that was asked for; called by Lightning."""
-        if self.config.fit.test_after_fit and not self.trainer.fast_dev_run:
-            self.trainer.test(
-                self.model, datamodule=self.datamodule, ckpt_path="best", verbose=False
-            )
+        if not self.config.fit.test_after_fit or self.trainer.fast_dev_run:
+            return
+        checkpoint = self.trainer.checkpoint_callback
+        best = checkpoint.best_model_path if isinstance(checkpoint, ModelCheckpoint) else ""
+        if not best:
+            rank_zero_info("No checkpoint was saved, so the last weights are tested.")
+        self.trainer.test(
+            self.model, datamodule=self.datamodule, ckpt_path=best or None, verbose=False
+        )
 
 
 def run(callbacks: Sequence[L.Callback] = ()) -> None:

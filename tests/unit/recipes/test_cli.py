@@ -37,6 +37,31 @@ def test_a_strategy_may_be_a_bare_class(monkeypatch: pytest.MonkeyPatch) -> None
     assert type(trained[0].strategy) is FSDPStrategy
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--trainer.limit_val_batches=0"],
+        ["--trainer.enable_checkpointing=false", "--trainer.callbacks=null"],
+    ],
+    ids=["no validation", "no checkpoint"],
+)
+def test_the_last_weights_are_tested_where_no_checkpoint_was_saved(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ["--config", str(CONFIGS / "unet_trace.yaml"), "--model.width=4", "--model.depth=1"]
+    alone = ["--trainer.strategy=auto", "--trainer.devices=1", "--trainer.max_epochs=1"]
+    few = ["--data.num_train=16", "--data.batch_size=16"]
+    monkeypatch.setattr("sys.argv", ["recipes.train", "fit", *config, *alone, *few, *words])
+    with caplog.at_level("INFO"):
+        run()
+    assert "the last weights are tested" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
