@@ -63,7 +63,7 @@ class DDPStrategy(LocalReplicas):
         static_graph: Whether each step uses the same parameters in the same order.
         find_unused_parameters: Whether to allow steps that do not use all parameters on any rank,
             which are an error otherwise. A parameter that only some ranks leave out counts as zero
-            there, with this option or without.
+            there, with this option or without. Does not go with ``"powersgd"``.
         uneven_inputs: Whether ranks may have different numbers of training batches, at least one
             each. A rank that has run out goes on with empty steps; each step is a mean over the
             ranks that have data for it. Hooks and callbacks of that rank see its last batch again,

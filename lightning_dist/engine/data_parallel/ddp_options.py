@@ -20,6 +20,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.data_parallel.error_feedback import Averaged, Int8, TopK
+from lightning_dist.engine.data_parallel.used_parameters import UsedParameters
 
 Compression = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"]
 
@@ -58,8 +59,13 @@ class GradientExchange:
     static_graph: bool = False  # whether each step uses the same autograd graph
     find_unused_parameters: bool = False  # whether steps may leave parameters out
 
-    def wrap(self, module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
-        """Wraps a module, whose replicas are equal already."""
+    def wrap(
+        self, module: nn.Module, group: dist.ProcessGroup, used: UsedParameters | None = None
+    ) -> DistributedDataParallel:
+        """Wraps a module, whose replicas are equal already.
+
+        ``used`` tells what backwards have used, if they may leave parameters out.
+        """
         ddp = DistributedDataParallel(
             StepModule(module),
             process_group=group,
@@ -70,10 +76,10 @@ class GradientExchange:
             init_sync=False,
         )
         if self.compression != "none":  # torch's built-in average runs without Python
-            self._register_hook(ddp)
+            self._register_hook(ddp, used)
         return ddp
 
-    def _register_hook(self, ddp: DistributedDataParallel) -> None:
+    def _register_hook(self, ddp: DistributedDataParallel, used: UsedParameters | None) -> None:
         group = ddp.process_group
         if self.compression == "fp16":
             ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
@@ -85,16 +91,18 @@ class GradientExchange:
             # The hook's callbacks hold the group, and gloo's own thread may free the last callback.
             # If the group is destroyed on that thread, it waits for the thread itself.
             never_destroy([group])
-            average = self._average(group)
+            average = self._average(group, used)
             # DDP reads the annotations of a hook, and not as strings.
             ddp.register_comm_hook(None, lambda _, bucket: average(bucket))
 
-    def _average(self, group: dist.ProcessGroup) -> Callable[[dist.GradBucket], Averaged]:
+    def _average(
+        self, group: dist.ProcessGroup, used: UsedParameters | None
+    ) -> Callable[[dist.GradBucket], Averaged]:
         """Returns the function that begins to average a bucket, with what was lost before."""
         if self.compression == "topk":  # in one collective
-            return TopK(group, self.topk_fraction).average
+            return TopK(group, used, self.topk_fraction).average
         if self.compression == "int8":
-            return partial(_in_order, group, Int8(group).average)
+            return partial(_in_order, group, Int8(group, used).average)
         state = powerSGD_hook.PowerSGDState(
             group,
             matrix_approximation_rank=self.powersgd_rank,

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.engine.data_parallel.used_parameters import UsedParameters
+
 BLOCK = 256
 _LARGEST = 127
 
@@ -25,23 +27,60 @@ Averaged = torch.futures.Future[Tensor]
 class ErrorFeedback(ABC):
     """Averages buckets over the replicas, and holds what each parameter's gradients have lost."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, used: UsedParameters | None) -> None:
         self.group = group
+        self._used = used  # None if each backward uses all parameters
         self._lost: dict[Tensor, Tensor] = {}  # by parameter
 
     def average(self, bucket: dist.GradBucket) -> Averaged:
-        """Begins to average a bucket over the replicas."""
+        """Begins to average a bucket over the replicas.
+
+        Parameters that no rank has used keep what they have: the gradient of an earlier backward,
+        which is the same on all ranks, and what their gradients have lost.
+        """
         parameters = bucket.parameters()
-        lost = [self._lost.get(p) for p in parameters]
-        flat = bucket.buffer() / self.group.size()
         # A bucket has two numbers for each element of a complex parameter.
-        pieces = flat.split([p.numel() * (2 if p.is_complex() else 1) for p in parameters])
-        for piece, rest in zip(pieces, lost, strict=True):
+        sizes = [p.numel() * (2 if p.is_complex() else 1) for p in parameters]
+        flat = bucket.buffer() / self.group.size()
+        pieces = flat.split(sizes)
+        kept: list[tuple[Tensor, Tensor]] = []
+        rows = zip(
+            parameters, pieces, bucket.buffer().split(sizes), self._are_used(bucket), strict=True
+        )
+        for parameter, piece, gradient, is_used in rows:
+            rest = self._lost.get(parameter)
+            if is_used:
+                if rest is not None:
+                    piece += rest
+                # A view of `flat`, which a round may still write into.
+                self._lost[parameter] = piece
+                continue
+            piece.zero_()
+            kept.append((gradient, gradient.clone()))
             if rest is not None:
-                piece += rest
-        # Views of one tensor, which a round may still write into.
-        self._lost.update(zip(parameters, pieces, strict=True))
-        return self.send(bucket, flat, pieces)
+                self._lost[parameter] = rest.clone()  # the view would hold a whole older bucket
+        averaged = self.send(bucket, flat, pieces)
+        if not kept:
+            return averaged
+
+        def restore(averaged: Averaged) -> Tensor:
+            for gradient, own in kept:
+                if own.is_cuda:  # here another stream is current, and the backward goes on
+                    own.record_stream(torch.cuda.current_stream(own.device))
+                gradient.copy_(own)
+            return averaged.value()
+
+        return averaged.then(restore)
+
+    def _are_used(self, bucket: dist.GradBucket) -> list[bool]:
+        """Returns for each parameter of a bucket whether a rank has used it."""
+        parameters = bucket.parameters()
+        if self._used is None:
+            return [True] * len(parameters)
+        own = torch.tensor(self._used.take(parameters), dtype=torch.uint8)
+        flags = own.to(bucket.buffer().device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
+        return [bool(flag) for flag in flags.tolist()]
 
     @abstractmethod
     def send(self, bucket: dist.GradBucket, flat: Tensor, pieces: tuple[Tensor, ...]) -> Averaged:
@@ -55,8 +94,10 @@ class ErrorFeedback(ABC):
 class TopK(ErrorFeedback):
     """Sends a fraction of each parameter's elements, those of largest magnitude, at least one."""
 
-    def __init__(self, group: dist.ProcessGroup, fraction: float) -> None:
-        super().__init__(group)
+    def __init__(
+        self, group: dist.ProcessGroup, used: UsedParameters | None, fraction: float
+    ) -> None:
+        super().__init__(group, used)
         self._fraction = fraction
 
     def send(self, bucket: dist.GradBucket, flat: Tensor, pieces: tuple[Tensor, ...]) -> Averaged:

@@ -10,14 +10,13 @@ zeros. A rank that has all averages has received them from all ranks, so it find
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dist.engine.common.device_group import finish
 from lightning_dist.engine.comms.store_notes import RankNotes
+from lightning_dist.engine.data_parallel.used_parameters import UsedParameters
 
 
 class MissingGradients:
@@ -30,25 +29,22 @@ class MissingGradients:
         self._notes = notes
         self._num_rounds = 0
         self._had_gradient: list[bool] = []
-        self._arrived: set[int] = set()
-        self._hooks: dict[int, RemovableHandle] = {}
+        self._used = UsedParameters(module)
 
     def begin_backward(self) -> None:
         """Records the gradients of earlier backwards, and hooks into each trainable parameter."""
-        self._arrived.clear()
         self._had_gradient = [parameter.grad is not None for parameter in self._parameters]
-        for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad and index not in self._hooks:
-                note = partial(self._note, index)
-                self._hooks[index] = parameter.register_post_accumulate_grad_hook(note)
+        self._used.take(self._parameters)
+        self._used.watch()
 
     def end_backward(self) -> list[str]:
         """Sends the missing zeros; names the parameters without a gradient on any rank."""
         self._num_rounds += 1
+        were_used = self._used.take(self._parameters)
         missing = [
             index
             for index, parameter in enumerate(self._parameters)
-            if parameter.requires_grad and index not in self._arrived
+            if parameter.requires_grad and not were_used[index]
         ]
         if not missing:
             return []
@@ -60,12 +56,7 @@ class MissingGradients:
 
     def close(self) -> None:
         """Removes the hooks."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
-
-    def _note(self, index: int, _: Tensor) -> None:
-        self._arrived.add(index)
+        self._used.close()
 
 
 def zero_loss(parameters: Sequence[Tensor]) -> Tensor:

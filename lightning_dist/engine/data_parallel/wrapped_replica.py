@@ -33,6 +33,7 @@ from lightning_dist.engine.data_parallel.missing_gradients import (
     parameters_without_gradient,
 )
 from lightning_dist.engine.data_parallel.trainable_set import TrainableSet, average_left_gradients
+from lightning_dist.engine.data_parallel.used_parameters import UsedParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,10 @@ class WrappedReplica:
     def _start(self) -> None:
         self._parameters = {*self._module.parameters()}
         self._trainable = TrainableSet(self._module, self._options.control_group)
+        finds_unused = self._exchange.find_unused_parameters
+        self._used = UsedParameters(self._module) if finds_unused else None
         self._missing: MissingGradients | None = None
-        if not (self._exchange.find_unused_parameters or self._exchange.static_graph):
+        if not (finds_unused or self._exchange.static_graph):
             self._missing = MissingGradients(self._module, self._options.make_notes())
 
     def knows(self, parameter: Tensor) -> bool:
@@ -101,7 +104,8 @@ class WrappedReplica:
         Collective: every rank must call it, outside of what changes parameters for a step.
         """
         if self._ddp is None:
-            self._ddp = self._exchange.wrap(self._module, self._options.group.group)
+            group = self._options.group.group
+            self._ddp = self._exchange.wrap(self._module, group, self._used)
 
     def _unwrap(self) -> None:
         ddp, self._ddp = self._ddp, None
@@ -147,6 +151,8 @@ class WrappedReplica:
             self.ddp.require_backward_grad_sync = True
             prepare_for_backward(self.ddp, loss)
             self.ddp.require_backward_grad_sync = False
+        if self._used is not None:
+            self._used.watch()
         if self._missing is not None:
             self._missing.begin_backward()
 
@@ -181,5 +187,7 @@ class WrappedReplica:
         """Removes the wrapper."""
         self._unwrap()
         self._trainable.close(failed=failed)
+        if self._used is not None:
+            self._used.close()
         if self._missing is not None:
             self._missing.close()

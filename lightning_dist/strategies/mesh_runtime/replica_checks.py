@@ -99,6 +99,12 @@ def check_exchange(exchange: GradientExchange, local: LocalConfig) -> None:
     # PowerSGD needs two steps with whole gradients, in which the buckets are formed.
     check_count("powersgd_start_step", exchange.powersgd_start_step, at_least=2)
     check_positive("bucket_megabytes", exchange.bucket_megabytes)
+    if compression == "powersgd" and exchange.find_unused_parameters:
+        raise ValueError(
+            "compression='powersgd' does not go with find_unused_parameters=True: it would add what"
+            " earlier gradients have lost to parameters that a step leaves out. Use 'topk', 'int8'"
+            " or another compression, or freeze what steps leave out."
+        )
     if compression != "none" and not local.averages_gradients:
         raise ValueError(
             f"compression={compression!r} has nothing to compress with"

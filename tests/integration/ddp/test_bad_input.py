@@ -162,6 +162,7 @@ def test_unused_parameters_are_fine_when_told(workers: WorkerPool) -> None:
     [
         ({"compression": "zip"}, "zip.*powersgd"),
         ({"powersgd_rank": 0}, "powersgd_rank=0"),
+        ({"compression": "powersgd", "find_unused_parameters": True}, "powersgd.*'int8'"),
         ({"powersgd_rank": 1.5}, "powersgd_rank=1.5"),
         ({"sync_every": 2.5}, "sync_every=2.5"),
         ({"bucket_megabytes": float("nan")}, "bucket_megabytes=nan"),

@@ -18,6 +18,7 @@ from lightning_dist.engine.data_parallel.error_feedback import Int8
 from tests.helpers.networks.models import (
     Classifier,
     make_data,
+    make_layers,
     make_loader,
     make_module,
     make_optimizer,
@@ -29,7 +30,7 @@ from tests.helpers.processes.workers import WorkerPool
 
 NUM_SAMPLES, FRACTION, BLOCK = 96, 0.1, 256
 Exchange = Callable[[list[list[Tensor]]], list[Tensor]]
-"""Averages the gradients of all replicas, each a list by parameter."""
+"""Averages the gradients of all replicas, each a list by parameter; None if none has one."""
 
 
 def fit(
@@ -46,14 +47,17 @@ def fit(
 def recursion(count: int, exchange: Exchange) -> dict[str, Tensor]:
     module = make_module()
     optimizer = make_optimizer("sgd", module.parameters())
-    parameters = list(module.parameters())
     for batches in zip(*(share_of(rank, NUM_SAMPLES, count) for rank in range(count)), strict=True):
-        losses = [F.cross_entropy(module.model(x), y) for x, y in batches]
-        gradients = [list(torch.autograd.grad(loss, parameters)) for loss in losses]
-        for parameter, mean in zip(parameters, exchange(gradients), strict=True):
-            parameter.grad = mean
-        optimizer.step()
+        step(optimizer, [F.cross_entropy(module.model(x), y) for x, y in batches], exchange)
     return state_of(module)
+
+
+def step(optimizer: Any, losses: list[Tensor], exchange: Exchange) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients: Any = [torch.autograd.grad(e, parameters, allow_unused=True) for e in losses]
+    for parameter, mean in zip(parameters, exchange(gradients), strict=True):
+        parameter.grad = mean
+    optimizer.step()
 
 
 def plain(gradients: list[list[Tensor]]) -> list[Tensor]:
@@ -63,12 +67,16 @@ def plain(gradients: list[list[Tensor]]) -> list[Tensor]:
 def largest_elements(*, feeds_back: bool = True) -> Exchange:
     lost: dict[tuple[int, int], Tensor] = {}
 
-    def exchange(gradients: list[list[Tensor]]) -> list[Tensor]:
-        means = []
+    def exchange(gradients: list[list[Any]]) -> list[Any]:
+        means: list[Any] = []
         for number, same in enumerate(zip(*gradients, strict=True)):
-            mean = torch.zeros_like(same[0])
+            used = next((gradient for gradient in same if gradient is not None), None)
+            if used is None:
+                means.append(None)
+                continue
+            mean = torch.zeros_like(used)
             for rank, gradient in enumerate(same):
-                wanted = gradient / len(same)
+                wanted = torch.zeros_like(used) if gradient is None else gradient / len(same)
                 if feeds_back:
                     wanted = wanted + lost.get((rank, number), 0.0)
                 count = max(1, round(FRACTION * wanted.numel()))
@@ -224,3 +232,83 @@ def test_an_overflow_leaves_nothing(workers: WorkerPool, compression: str) -> No
     assert difference(one, other) == 0.0
     assert all(bool(value.isfinite().all()) for value in one.values())
     assert difference(one, start) > 1e-3
+
+
+class Turns(Classifier):
+    """Trains two networks in turn, and leaves the gradients of the other one where they are."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+        self.automatic_optimization = False
+        self.other = make_layers(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for network, optimizer in zip((self.model, self.other), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(network(x), y))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [make_optimizer("sgd", n.parameters()) for n in (self.model, self.other)]
+
+
+class Heads(Classifier):
+    """Has a head for both ranks' batches, and one for each, of which some batches use the other."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+        self.heads = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def loss_of(self, rank: int, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        head = (rank, 1 - rank, 2, 3)[batch_idx % 4]
+        return F.cross_entropy(self.heads[head](self.model(x)), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss_of(int(os.environ["RANK"]), batch, batch_idx)
+
+
+def fit_unused(compression: Any, module_class: Any = Turns) -> dict[str, Tensor]:
+    options = {"topk_fraction": FRACTION, "find_unused_parameters": True}
+    module = make_module(module_class)
+    trainer = make_trainer(devices=2, strategy=DDPStrategy(compression, **options))
+    trainer.fit(module, share_of(int(os.environ["RANK"]), NUM_SAMPLES), make_loader(8))
+    return state_of(module)
+
+
+def turns() -> dict[str, Tensor]:
+    """As one run for each network: what its gradients have lost waits for its next turn."""
+    module = make_module(Turns)
+    for network in (module.model, module.other):
+        optimizer, exchange = make_optimizer("sgd", network.parameters()), largest_elements()
+        for batches in zip(*(share_of(rank, NUM_SAMPLES) for rank in range(2)), strict=True):
+            step(optimizer, [F.cross_entropy(network(x), y) for x, y in batches], exchange)
+    return state_of(module)
+
+
+def heads() -> dict[str, Tensor]:
+    module = make_module(Heads)
+    optimizer, exchange = make_optimizer("sgd", module.parameters()), largest_elements()
+    shares = (share_of(rank, NUM_SAMPLES) for rank in range(2))
+    for index, batches in enumerate(zip(*shares, strict=True)):
+        losses = [module.loss_of(rank, batch, index) for rank, batch in enumerate(batches)]
+        step(optimizer, losses, exchange)
+    return state_of(module)
+
+
+@pytest.mark.parametrize(("module_class", "expected"), [(Turns, turns), (Heads, heads)])
+def test_topk_leaves_what_no_rank_uses_alone(
+    workers: WorkerPool, module_class: Any, expected: Callable[[], dict[str, Tensor]]
+) -> None:
+    for state in workers.run(2, fit_unused, "topk", module_class):
+        assert difference(state, expected()) < 1e-12
+
+
+def test_int8_leaves_what_no_rank_uses_alone(workers: WorkerPool) -> None:
+    whole, _ = workers.run(2, fit_unused, "none")
+    one, other = workers.run(2, fit_unused, "int8")
+    assert difference(one, other) == 0.0
+    assert difference(one, whole) < 1e-3
