@@ -8,6 +8,7 @@ sparse. Ranks meet at validation, checkpoints and ends of epochs, and nowhere el
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -113,6 +114,11 @@ class HogwildStrategy(DataParallelStrategy):
         if self.is_running and self._shared.is_shared:
             self._shared.part()
             self.share_buffers()
+
+    @override
+    def load_extra_state(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_extra_state(checkpoint)
+        self.drain()  # the learning rate finder loads while training; the next batch begins anew
 
     @override
     def end_epoch(self) -> None:

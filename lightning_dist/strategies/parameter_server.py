@@ -264,6 +264,11 @@ class ParameterServerStrategy(DataParallelStrategy):
         return {**state, "state": whole}
 
     @override
+    def load_extra_state(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_extra_state(checkpoint)
+        self.drain()  # the learning rate finder loads while training; the next batch begins anew
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self._session is not None:

@@ -74,9 +74,7 @@ class LocalReplicas(DataParallelStrategy):
                 )
         self._local = LocalSGD(self.module, self.device_group("dp_replicate"), self._local_config)
         self._outer_steps = self._local.outer
-        if self._outer_steps is not None:
-            self._outer_steps.load_momentum(self.module, self._loaded_momentum)
-            self._loaded_momentum = {}
+        self._take_momentum()
 
     @override
     def close_session(self) -> None:
@@ -236,5 +234,16 @@ class LocalReplicas(DataParallelStrategy):
 
     @override
     def load_extra_state(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.is_fitting:
-            self._loaded_momentum = checkpoint.get(_MOMENTUM, {})
+        if not self.is_fitting:
+            return
+        self._loaded_momentum = checkpoint.get(_MOMENTUM, {})
+        if self._local is not None:  # training has begun: the learning rate finder goes back
+            self.drain()
+            self._take_momentum()
+            if self._replica is not None:
+                self._replica.restart()  # without what gradients have lost
+
+    def _take_momentum(self) -> None:
+        momentum, self._loaded_momentum = self._loaded_momentum, {}
+        if self._outer_steps is not None:
+            self._outer_steps.load_momentum(self.module, momentum)

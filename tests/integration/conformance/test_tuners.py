@@ -20,7 +20,10 @@ from torch.utils.data import DataLoader
 from lightning_dist import (
     DDPStrategy,
     FSDPStrategy,
+    HogwildStrategy,
     MeshStrategy,
+    OuterOptimizer,
+    ParameterServerStrategy,
     PipelineStrategy,
     TensorParallelStrategy,
 )
@@ -31,6 +34,7 @@ NUM_SAMPLES = 32
 NUM_TRAINING = 7
 LATE = ("pipedream", "pipedream_2bw")
 STRATEGIES = ("ddp", "fsdp", "1f1b", *LATE)
+OTHERS = ("diloco", "streaming", "topk", *LATE)  # losses are not those of one device
 
 
 class Tuned(Classifier):
@@ -66,8 +70,14 @@ class FindsRate(LearningRateFinder):
 def strategy_of(name: str) -> Any:
     if name == "one":
         return "auto"
+    outer = OuterOptimizer()
     others: dict[str, Any] = {
         "ddp": DDPStrategy,
+        "diloco": partial(DDPStrategy, sync_every=4, outer=outer),
+        "streaming": partial(DDPStrategy, sync_every=4, outer=outer, fragments=2, delay=2),
+        "topk": partial(DDPStrategy, "topk", topk_fraction=0.1),
+        "servers": partial(ParameterServerStrategy, "async"),
+        "hogwild": HogwildStrategy,
         "fsdp": FSDPStrategy,
         "tensor_parallel": partial(
             TensorParallelStrategy, plan={"model.*.linear": "colwise_gather"}
@@ -100,8 +110,8 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.some("pipedream")
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.some("pipedream", "streaming", "topk")
+@pytest.mark.parametrize("name", dict.fromkeys([*STRATEGIES, *OTHERS]))
 def test_training_goes_on_from_restored_weights(
     workers: WorkerPool, tmp_path: Path, name: str
 ) -> None:
@@ -113,12 +123,24 @@ def test_training_goes_on_from_restored_weights(
         assert difference(tuned[2], untuned[2]) == 0.0
     assert len(losses) == NUM_TRAINING
     assert all(map(math.isfinite, losses))
-    if name not in LATE:
+    if name not in OTHERS:
         ((expected, expected_losses, _),) = workers.run(
             1, fit, "one", str(tmp_path), [FindsRate()], 0.05
         )
         assert lr == pytest.approx(expected)
         assert losses == pytest.approx(expected_losses)
+
+
+@pytest.mark.parametrize("name", ["servers", "hogwild"])
+def test_training_at_a_rate_of_0_leaves_restored_weights(
+    workers: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    tries = LearningRateFinder(
+        1e-2, 0.3, NUM_TRAINING, early_stop_threshold=None, update_attr=False
+    )
+    start = state_of(make_module(Tuned))
+    for _, _, weights in workers.run(2, fit, name, str(tmp_path), [tries], 0.0):
+        assert difference(weights, start) == 0.0
 
 
 def refusal_of(search: Callable[[], Any]) -> str:
