@@ -30,6 +30,7 @@ from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.table import format_count
 from lightning_dist.engine.comms.failures.peer_failure import Failure
 from lightning_dist.engine.comms.votes import JointDecision, PendingSum, StopAgreement
+from lightning_dist.engine.data_parallel.replicas import broadcast_state, differing
 from lightning_dist.engine.data_parallel.server.messages import (
     Arrival,
     Compensation,
@@ -219,7 +220,9 @@ class ParameterServerStrategy(DataParallelStrategy):
 
     @override
     def drain(self) -> None:
-        """Takes the newest weights and buffers. Collective: every rank must call it.
+        """Takes the newest weights, and rank 0's buffers and parameters that are not served.
+
+        Collective: every rank must call it.
 
         Validation, checkpoints, and the ends of epochs and of training call it by themselves.
         """
@@ -229,6 +232,10 @@ class ParameterServerStrategy(DataParallelStrategy):
         if self.is_running and self._session.is_open:
             self._session.drain()
             self.share_buffers()
+            own = [p for p in self.module.parameters() if not self._session.serves(p)]
+            group = self.data_device_group
+            # A hook may write into them, as into a teacher's; most are the same for ever.
+            broadcast_state(differing(own, group), group)
 
     @override
     def end_epoch(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.data_parallel.local_config import LocalConfig, OuterOptimizer
-from lightning_dist.engine.data_parallel.replicas import PendingAverage, average
+from lightning_dist.engine.data_parallel.replicas import PendingAverage, average, differing
 from lightning_dist.engine.planning.partition import partition_layers
 from lightning_dist.engine.tensors.dtensor import shard_like
 
@@ -158,7 +158,11 @@ class LocalSGD:
             self._receive(fragment, self._rounds.alpha)
             self._send(fragment)
             self._receive(fragment, 0.0)
-        average([b for b in self._module.buffers() if b.is_floating_point()], self._group)
+        buffers = [b for b in self._module.buffers() if b.is_floating_point()]
+        # A hook may write into frozen parameters, as into a teacher's; most are the same for ever.
+        frozen = [p for p in self._module.parameters() if not p.requires_grad]
+        written = differing([p for p in frozen if p.is_floating_point()], self._group)
+        average([*buffers, *written], self._group)
         if self.outer is not None:
             self.outer.end()
 

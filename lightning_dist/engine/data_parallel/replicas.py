@@ -36,11 +36,24 @@ def find_difference(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGrou
     Collective: every rank of the gloo group must call it, with tensors of the same names and sizes.
     """
     names, tensors = zip(*named, strict=True)
+    flags = _differ(tensors, DeviceGroup(group, torch.device("cpu")))
+    return next((name for name, differs in zip(names, flags, strict=True) if differs), None)
+
+
+@torch.no_grad()
+def differing(tensors: Sequence[Tensor], group: DeviceGroup) -> list[Tensor]:
+    """Returns the tensors whose bits differ between ranks. Collective: every rank must call it."""
+    if not tensors:
+        return []
+    flags = _differ([local_part(tensor) for tensor in tensors], group)
+    return [tensor for tensor, differs in zip(tensors, flags, strict=True) if differs]
+
+
+def _differ(tensors: Sequence[Tensor], group: DeviceGroup) -> list[bool]:
     sums = torch.stack([_sum_of_bits(tensor) for tensor in tensors])
-    extremes = torch.stack([sums, -sums])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
-    found = (extremes[0] != -extremes[1]).nonzero()
-    return names[int(found[0])] if len(found) else None
+    extremes = torch.stack([sums, -sums]).to(group.device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group.group)
+    return [bool(differs) for differs in (extremes[0] != -extremes[1]).tolist()]
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,14 +26,33 @@ NUM_SAMPLES = 96
 NUM_STEPS = NUM_SAMPLES // 2 // 4
 
 
-def local_steps(num_samples: int, warmup: int) -> Iterator[tuple[int, list[Classifier]]]:
+class Teacher(Classifier):
+    """Has a frozen copy, which follows behind each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.follow()
+
+    def follow(self) -> None:
+        pairs = zip(self.teacher.parameters(), self.model.parameters(), strict=True)
+        for own, followed in pairs:
+            own.data.lerp_(followed.data, 0.3)
+
+
+def local_steps(
+    num_samples: int, warmup: int, kind: type[Classifier] = Classifier
+) -> Iterator[tuple[int, list[Any]]]:
     """Yields the number of each step and the replicas behind it.
 
     Args:
         num_samples: Of both replicas together.
         warmup: Steps with averaged gradients.
+        kind: What is trained.
     """
-    modules = [make_module() for _ in range(2)]
+    modules = [make_module(kind) for _ in range(2)]
     optimizers = [make_optimizer("sgd", m.parameters()) for m in modules]
     shares = [share_of(replica, num_samples) for replica in range(2)]
     for step, batches in enumerate(zip(*shares, strict=True)):

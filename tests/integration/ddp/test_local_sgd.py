@@ -20,7 +20,7 @@ from tests.helpers.networks.models import (
     state_of,
 )
 from tests.helpers.processes.workers import WorkerPool
-from tests.integration.ddp.local_steps import local_steps
+from tests.integration.ddp.local_steps import Teacher, difference, local_steps
 
 NUM_SAMPLES = 96
 
@@ -105,6 +105,18 @@ def test_local_steps_of_other_kinds(
     expected = recursion(5, warmup, None)
     for state, _ in workers.run(2, fit, 5, warmup, None, kind, static_graph):
         assert all(float((state[n] - v).abs().max()) < 1e-12 for n, v in expected.items())
+
+
+def test_frozen_parameters_that_hooks_write_are_averaged(workers: WorkerPool) -> None:
+    for step, modules in local_steps(NUM_SAMPLES, 0, Teacher):
+        if (step + 1) % 5 == 0:
+            average(modules)
+        for module in modules:
+            module.follow()
+    assert difference(*map(state_of, modules)) > 1e-3
+    average(modules)
+    for state, _ in workers.run(2, fit, 5, 0, None, Teacher):
+        assert difference(state, state_of(modules[0])) < 1e-12
 
 
 def test_the_recursion_tells_how_often() -> None:

@@ -20,6 +20,7 @@ from tests.helpers.networks.models import (
     state_of,
 )
 from tests.helpers.processes.workers import WorkerPool
+from tests.integration.ddp.local_steps import Teacher
 
 OPTIMIZERS = ("sgd", "adamw", "schedule_free", "adagrad")
 
@@ -94,3 +95,21 @@ def test_one_worker_equals_one_device(workers: WorkerPool, monkeypatch: pytest.M
     found = workers.run(1, fit_all, 1, "server")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert_equal(found, fit_all(1, "auto"))
+
+
+class Follows(Teacher):
+    """Is served without its teacher."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.05)
+
+
+def fit_async() -> dict[str, Tensor]:
+    return fit(ParameterServerStrategy("async"), make_module(Follows), 2)
+
+
+def test_frozen_parameters_that_hooks_write_are_the_first_ranks(workers: WorkerPool) -> None:
+    start = state_of(make_module(Follows))
+    one, other = workers.run(2, fit_async)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert not any(torch.equal(one[n], start[n]) for n in one if n.startswith("teacher."))

@@ -156,6 +156,10 @@ class ServerSession:
         is_own = self._shares_steps and server == self._rank
         return [p.detach() for p in self._partition.shards[server]] if is_own else []
 
+    def serves(self, parameter: Tensor) -> bool:
+        """Returns whether a parameter is at a server."""
+        return any(parameter is own for shard in self._partition.shards for own in shard)
+
     @property
     def own_values(self) -> list[dict[str, Any]] | None:
         """The values of groups that this rank's server has; None without one."""
