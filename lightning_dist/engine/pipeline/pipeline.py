@@ -63,7 +63,8 @@ class Pipeline:
     """Runs batches through one rank's stages of a pipeline.
 
     Args:
-        sequence: The pipelined module, or its layers; other stages' layers are removed from it.
+        sequence: A plain `nn.Sequential`, or the ``layers`` of :func:`.find_split`; other stages'
+            layers are removed from it.
         shape: This rank's part of the pipeline.
         links: Channels to the neighbours.
         options: How the stages compute.

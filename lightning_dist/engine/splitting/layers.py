@@ -264,5 +264,17 @@ class _Step(nn.Module):
 
 
 def layers_in(module: nn.Sequential | Layers) -> Layers:
-    """Returns the layers of a sequence; layers are returned as they are."""
-    return module if isinstance(module, Layers) else LayerSequence(module)
+    """Returns the layers of a sequence; layers are returned as they are.
+
+    Raises:
+        ValueError: The module has a forward of its own.
+    """
+    if isinstance(module, Layers):
+        return module
+    if type(module).forward is not nn.Sequential.forward:
+        raise ValueError(
+            "Pass the `layers` that `find_split` finds, or a plain `nn.Sequential`: a"
+            f" {type(module).__name__} has a forward of its own, and its children, run one after"
+            " the other, would be another model."
+        )
+    return LayerSequence(module)
