@@ -1,18 +1,6 @@
 """One rank's pipeline, to be called by a training loop, Lightning's or your own.
 
-.. code-block:: python
-
-    shape = PipelineShape("1f1b", num_microbatches=4, layers_per_stage=(2, 2), rank=rank)
-    pipeline = Pipeline(model, shape, links)
-    for batch in loader:
-        pipeline.train_batch(batch, step=lambda microbatch: loss(model(microbatch.x), microbatch.y))
-        if pipeline.has_gradients:
-            pipeline.install_gradients()
-            with pipeline.updating():
-                optimizer.step()
-            optimizer.zero_grad()  # or old and new gradients take memory at once
-    for _ in pipeline.drain():
-        ...  # the same four lines
+A loop calls :meth:`Pipeline.train_batch`, takes the update that is due, and drains at its end.
 
 Under a synchronous schedule each batch ends with gradients, and :meth:`Pipeline.drain` has nothing
 to do. Under ``pipedream`` the first ``num_stages - 1 - stage`` batches after a drain only fill the

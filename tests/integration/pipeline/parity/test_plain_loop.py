@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.comms.connect import connect
@@ -23,6 +26,8 @@ from lightning_dist.engine.tensors.tree import flatten
 from tests.helpers.networks.models import make_data, make_layers, make_optimizer
 from tests.helpers.processes.threads import connect_turns
 from tests.helpers.processes.workers import WorkerPool
+
+PAGE = Path(__file__).parents[4] / "docs" / "api" / "pipeline.md"
 
 
 def model() -> Any:
@@ -91,6 +96,33 @@ def test_under_2bw_all_stages_have_the_same_version_anyway(workers: WorkerPool) 
     vertical = workers.run(2, in_process, "pipedream_2bw", 2, "vertical_sync")
     for left, right in zip(stash, vertical, strict=True):
         assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def run_script(script: str) -> dict[str, Any]:
+    os.environ["WORLD_SIZE"] = "2"  # as torchrun gives it
+    names: dict[str, Any] = {}
+    exec(script, names)
+    return {name: p.detach() for name, p in names["model"].named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream_2bw"])
+def test_the_script_of_the_page_trains_as_one_device_does(
+    workers: WorkerPool, schedule: str
+) -> None:
+    (script,) = re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    first, second = workers.run(2, run_script, script.replace("1f1b", schedule))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Linear(32, 4))
+    weights = [dict(net.named_parameters())]
+    delay = 1 if schedule == "pipedream_2bw" else 0
+    for _ in range(10):
+        x, y = torch.randn(16, 8), torch.randint(4, (16,))
+        used = weights[max(0, len(weights) - 1 - delay)]
+        loss = F.cross_entropy(torch.func.functional_call(net, used, (x,)), y)
+        gradients = torch.autograd.grad(loss, [*used.values()])
+        latest = zip(weights[-1].items(), gradients, strict=True)
+        weights.append({n: (p - 0.1 * g).detach().requires_grad_() for (n, p), g in latest})
+    torch.testing.assert_close({**first, **second}, weights[-1])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
