@@ -13,7 +13,7 @@ of the one that the next stage has sent. An addition to the one would change the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -192,6 +192,33 @@ def _in_leaves(
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
+
+
+def install(
+    gradients: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    hooked: dict[nn.Parameter, Tensor],
+    unhooked: Collection[nn.Parameter] | None,
+) -> None:
+    """Adds a stage's gradients to ``p.grad``, or to ``hooked`` where the parameter's hooks come.
+
+    Args:
+        gradients: The gradients, by name.
+        parameters: The parameters that an update may change, by name.
+        hooked: Gains the sums of gradients on which hooks must run yet.
+        unhooked: Parameters whose hooks run elsewhere; None if those of all do.
+    """
+    for name, parameter in parameters.items():
+        if (gradient := gradients.get(name)) is None:
+            continue
+        if unhooked is not None and parameter not in unhooked and has_gradient_hooks(parameter):
+            # Stages of one rank may share the parameter.
+            found = hooked.get(parameter)
+            hooked[parameter] = gradient if found is None else add_gradient(gradient, found)
+        elif parameter.grad is not None:
+            parameter.grad = add_gradient(gradient, parameter.grad)
+        else:
+            parameter.grad = gradient
 
 
 class EarlierGradients:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.engine.comms.links import Links
-from lightning_dist.engine.pipeline.gradients import EarlierGradients
+from lightning_dist.engine.pipeline.gradients import EarlierGradients, install
 from lightning_dist.engine.pipeline.loss_weights import AverageWeight, LossWeights
 from lightning_dist.engine.pipeline.microbatch import Microbatch, split
 from lightning_dist.engine.pipeline.runtime import Runtime, Work
@@ -37,7 +37,7 @@ from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
 from lightning_dist.engine.tensors.compiler import keep_saved_tensors
-from lightning_dist.engine.tensors.patch import add_gradient, add_with_hooks, has_gradient_hooks
+from lightning_dist.engine.tensors.patch import add_with_hooks
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.samples import batch_size_of
 
@@ -281,18 +281,8 @@ class Pipeline:
             taken = stage.gradients.take(update)
             if not completes_early:
                 self._unscale(update, taken.values())
-            for name, parameter in stage.updated_parameters().items():
-                if (gradient := taken.get(name)) is None:
-                    continue
-                runs_hooks = not (stage.gradients.runs_hooks or completes_early)
-                if runs_hooks and has_gradient_hooks(parameter) and parameter not in shared:
-                    # Stages of one rank may share the parameter.
-                    found = hooked.get(parameter)
-                    hooked[parameter] = gradient if found is None else add_gradient(gradient, found)
-                elif parameter.grad is not None:
-                    parameter.grad = add_gradient(gradient, parameter.grad)
-                else:
-                    parameter.grad = gradient
+            runs_hooks = not (stage.gradients.runs_hooks or completes_early)
+            install(taken, stage.updated_parameters(), hooked, shared if runs_hooks else None)
         self._loss_weights.collect(update)
         for parameter, gradient in hooked.items():
             with self._loss_weights.as_mean(parameter, gradient):
