@@ -179,8 +179,9 @@ class Pipeline:
             The step's result for each micro-batch on the last stage; empty on the others.
 
         Raises:
-            ValueError: The batch cannot be cut.
+            ValueError: The batch cannot be cut, or an asynchronous schedule's update is left out.
         """
+        self._check_taken()
         microbatches = self._split(batch)
         self.microbatch_sizes = tuple(m.num_samples for m in microbatches)
         first = self.batches_since_drain * len(microbatches) if self.asynchronous else 0
@@ -205,11 +206,16 @@ class Pipeline:
 
         Yields:
             Nothing, after each backward; install the gradients and step before going on.
+
+        Raises:
+            ValueError: An update is left out.
         """
+        self._check_taken()
         self.recorder.interrupt()
         for actions in self._rounds.drain(self.batches_since_drain):
             self._run(actions, None)
             yield
+            self._check_taken()
         self.recorder.interrupt()
         self.batches_since_drain = 0
         for stage in self.stages.values():
@@ -330,6 +336,15 @@ class Pipeline:
         """Returns :meth:`OwnStages.detached`; the counts of batches and the spans are kept."""
         assert self.batches_since_drain == 0 or not self.asynchronous
         return self.stages.detached()
+
+    def _check_taken(self) -> None:
+        """Checks that no asynchronous update is due, for the next one takes its place."""
+        if self.asynchronous and self._due is not None:
+            raise ValueError(
+                "Whenever `has_gradients` is true, call `install_gradients()`, and"
+                " `optimizer.step()` inside of `updating()`: the update of batch"
+                f" {self.gradients_of_batch} was not taken, and would be lost."
+            )
 
     def _complete_early(self, update: int) -> None:
         """Finishes gradients whose update is not due yet."""
