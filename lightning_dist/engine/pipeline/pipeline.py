@@ -36,6 +36,7 @@ from lightning_dist.engine.schedules.rounds import Round, Rounds
 from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
+from lightning_dist.engine.splitting.split import refuse_unshared
 from lightning_dist.engine.tensors.compiler import keep_saved_tensors
 from lightning_dist.engine.tensors.patch import add_with_hooks
 from lightning_dist.engine.tensors.rng import random_state_kept
@@ -62,9 +63,10 @@ class Pipeline:
         average_weight: Averages the losses' weights over the data replicas, as ``on_complete`` and
             :meth:`install_gradients`'s ``reduce`` average gradients; called before these.
         shared: Names of the parameters that other ranks of the pipeline have too; their hooks run
-            on the rank that sums their gradients.
+            on the rank that sums their gradients, and :class:`.TiedSums` keeps the copies equal.
 
     Attributes:
+        shared: As given.
         update_rule: The meaning of the schedule's update.
         asynchronous: Whether batches overlap, so that gradients come later than their batch.
         delay: Batches between a batch and its gradients on this rank.
@@ -72,6 +74,9 @@ class Pipeline:
         batches_since_drain: Batches whose forward has run since the pipeline was last empty.
         num_batches: Training batches so far.
         microbatch_sizes: Samples of each micro-batch of the latest batch.
+
+    Raises:
+        ValueError: The module cannot be cut so.
     """
 
     def __init__(
@@ -86,16 +91,18 @@ class Pipeline:
         average_weight: AverageWeight = lambda weight: weight,
         shared: Collection[str] = (),
     ) -> None:
-        cut(sequence, shape.layers_per_stage, shape.stages)
+        layers = layers_in(sequence)
+        refuse_unshared(layers, shape, shared)
+        cut(layers, shape.layers_per_stage, shape.stages)
         self.links = links
         self.recorder = Recorder(shape.rank if rank is None else rank, options.device)
-        self.stages = OwnStages(layers_in(sequence), options, shape)
+        self.stages = OwnStages(layers, options, shape)
         self._rounds = Rounds(shape)
         self.update_rule = self._rounds.update_rule
         self.asynchronous = self._rounds.asynchronous
         self.delay, self.lag = self._rounds.delay, self._rounds.lag
         self._on_complete = on_complete
-        self._shared = shared
+        self.shared = shared
         self._loss_weights = LossWeights(average_weight)
         self._earlier = EarlierGradients()
         self._loss_scales: dict[int, float] = {}
@@ -281,8 +288,8 @@ class Pipeline:
         # If so, :meth:`_complete_early` has unscaled them, and run the hooks.
         completes_early = self.update_rule.completes_early
         hooked: dict[nn.Parameter, Tensor] = {}
-        named = self.stages.named_parameters() if self._shared else {}
-        shared = {parameter for name, parameter in named.items() if name in self._shared}
+        named = self.stages.named_parameters() if self.shared else {}
+        shared = {parameter for name, parameter in named.items() if name in self.shared}
         for stage in self.stages.values():
             taken = stage.gradients.take(update)
             if not completes_early:
@@ -355,7 +362,7 @@ class Pipeline:
         self._loss_weights.divide(held.values())
         for stage in stages:
             parameters = stage.named_parameters().items()
-            own = {name: p for name, p in parameters if name not in self._shared}
+            own = {name: p for name, p in parameters if name not in self.shared}
             stage.gradients.run_hooks(update, own)
         if self._on_complete is not None:
             held = {n: g for stage in stages for n, g in stage.gradients.held(update).items()}

@@ -312,5 +312,5 @@ def refuse_ties(ties: Sequence[Tie], reason: str) -> None:
     if ties:
         raise ValueError(
             f"The parameters {ties[0]} are tied. {reason} Or put both layers on one stage with"
-            " `partition=`, or untie them."
+            " `partition=` (`layers_per_stage` in a plain loop), or untie them."
         )

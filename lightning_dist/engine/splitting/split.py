@@ -6,7 +6,7 @@ may run ``configure_optimizers`` in between, which may read any parameter's valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.planning.partition import stage_of_layers
 from lightning_dist.engine.schedules.family import stages_of_rank
+from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.blocks.blocks import Blocks
 from lightning_dist.engine.splitting.blocks.find_blocks import LayersNotFoundError
 from lightning_dist.engine.splitting.config import PipelineConfig
@@ -34,6 +35,10 @@ _NO_SUM_IN_TIME = (
     "Under schedule={!r} the later stage applies a batch's gradients before the earlier one"
     " has found its own, so no rank could apply their sum without a bubble. Use"
     " schedule='pipedream_2bw', which has the time, or a synchronous one."
+)
+_NOT_SHARED = (
+    "Each rank would train a copy of its own. Sum their gradients with `TiedSums`, and name the"
+    " copies to `Pipeline` with `shared=`."
 )
 
 
@@ -211,3 +216,22 @@ def find_split(
         rank_of_stage=rank_of_stage,
         ties=ties,
     )
+
+
+def refuse_unshared(layers: Layers, shape: PipelineShape, shared: Collection[str]) -> None:
+    """Checks that the copies that ranks have of a parameter are kept equal.
+
+    Args:
+        layers: The layers, cut or not.
+        shape: This rank's part of the pipeline.
+        shared: Names of this rank's copies that are kept equal.
+
+    Raises:
+        ValueError: A copy is not among them, or the schedule has no time for sums.
+    """
+    homes = shape.rank_of_stage
+    ties = [t for t in find_ties(layers, shape.layers_per_stage) if len(t.ranks(homes)) > 1]
+    if not shape.family.update_rule.is_joint:
+        refuse_ties(ties, _NO_SUM_IN_TIME.format(shape.schedule))
+    own = [tie for tie in ties if shape.rank in tie.ranks(homes)]
+    refuse_ties([t for t in own if t.name_on(shape.rank, homes) not in shared], _NOT_SHARED)

@@ -191,4 +191,5 @@ def _pipeline_like(trains: Pipeline) -> Pipeline:
         trains.links,
         options,
         rank=trains.recorder.rank,
+        shared=trains.shared,
     )

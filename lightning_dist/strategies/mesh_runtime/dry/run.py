@@ -212,9 +212,9 @@ class DryStep:
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
         shape = config.shape(self.run.mesh, self.rank, split.layers_per_stage)
         links, sent = dry_links(split.rank_of_stage, shape.rank, known, note)
-        pipeline = Pipeline(
-            split.layers, shape, links, StageOptions(layers=staged.root, gradients=staged.gradients)
-        )
+        options = StageOptions(layers=staged.root, gradients=staged.gradients)
+        tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, ChannelEnds())
+        pipeline = Pipeline(split.layers, shape, links, options, shared=tied.names)
         own_step = staged.module.training_step
         step = staged.wrap_step(own_step)
 
@@ -229,7 +229,6 @@ class DryStep:
         if replicas is not None:
             average_gradients(self.composed.module.parameters(), replicas)
         gradients = pipeline.stages.named_parameters()
-        tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, ChannelEnds())
         for names in tied.sent.values():
             copies = [gradients[name].grad for name in names]
             note(sum(local_part(copy).nbytes for copy in copies if copy is not None))

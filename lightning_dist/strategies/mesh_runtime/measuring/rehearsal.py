@@ -36,6 +36,7 @@ from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
+from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.profiling.links import seconds_of
 from lightning_dist.engine.sharding.deferred_init.api import named_tensors
 from lightning_dist.engine.sharding.fully_shard import fill
@@ -197,7 +198,8 @@ class Rehearsal:
 
         failed = True
         try:
-            pipeline = Pipeline(split.layers, shape, channels.links, options)
+            tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, channels.ties)
+            pipeline = Pipeline(split.layers, shape, channels.links, options, shared=tied.names)
 
             def step() -> None:
                 pipeline.train_batch(self.batch, train)

@@ -50,3 +50,25 @@ def test_a_synchronous_update_may_take_several_batches() -> None:
         pipeline.train_batch(BATCH, step)
     take(pipeline)
     assert list(pipeline.drain()) == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_copies_of_a_parameter_that_nothing_keeps_equal_are_an_error(schedule: str) -> None:
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        model[2].weight = model[0].weight
+        return model
+
+    links = connect_in_memory(range(2))
+    for rank, name in enumerate(("0.weight", "2.weight")):
+        shape = PipelineShape(schedule, 1, (2, 1), rank)
+        model = tied()
+        with pytest.raises(ValueError, match=r"'0.weight' .stage 0. and '2.weight' .stage 1."):
+            Pipeline(model, shape, links[rank])
+        if shape.family.update_rule.is_joint:
+            Pipeline(model, shape, links[rank], shared={name}).detach()
+        else:
+            with pytest.raises(ValueError, match="no rank could apply their sum"):
+                Pipeline(model, shape, links[rank], shared={name})
+    alone = PipelineShape(schedule, 1, (3,), 0)
+    Pipeline(tied(), alone, connect_in_memory(range(1))[0]).detach()
