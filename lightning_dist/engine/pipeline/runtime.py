@@ -28,7 +28,11 @@ from lightning_dist.engine.pipeline.loss_weights import LossWeights
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.stage import Step
 from lightning_dist.engine.pipeline.stages import OwnStages
-from lightning_dist.engine.pipeline.step_checks import NO_INPUT_GRADIENTS, refuse_other_stages
+from lightning_dist.engine.pipeline.step_checks import (
+    NO_INPUT_GRADIENTS,
+    refuse_other_stages,
+    refuse_parameters_beside,
+)
 from lightning_dist.engine.profiling.meters.recorder import Recorder
 from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.timeline import SpanKind
@@ -182,6 +186,8 @@ class Runtime:
             )
             others = [other.layers for other in self._stages.values() if other is not stage]
             refuse_other_stages(loss.value, stage.layers, others)
+            if self._stages.found.stands_alone:
+                refuse_parameters_beside(loss.value, stage.layers)
             if stage.compares_samples and microbatch.weight < 1.0:
                 warn_of_comparison("`training_step`", num_samples)
         if loss.weight is None and microbatch.weight < 1.0:

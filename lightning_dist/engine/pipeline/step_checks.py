@@ -126,6 +126,32 @@ def refuse_other_stages(loss: Tensor, stage: nn.Module, others: Sequence[nn.Modu
             )
 
 
+def refuse_parameters_beside(loss: Tensor, stage: nn.Module) -> None:
+    """Checks that a loss is not computed with trainable parameters that no stage has.
+
+    Each micro-batch's backward would add to their ``grad`` at once, whole, not as a share.
+
+    Args:
+        loss: The loss of a micro-batch, with its autograd graph.
+        stage: The layers of the last stage.
+
+    Raises:
+        ValueError: It is.
+    """
+    if not loss.requires_grad:
+        return
+    own = {id(parameter) for parameter in stage.parameters()}
+    leaves = (getattr(node, "variable", None) for node in nodes_beneath([node_of(loss)]))
+    for leaf in leaves:
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            raise ValueError(
+                "Give a module that holds all parameters to `find_split`, and its `layers` to"
+                " `Pipeline`; or freeze what is not trained with `requires_grad_(False)`. The step"
+                f" uses a trainable parameter of shape {tuple(leaf.shape)} for its loss, outside of"
+                " the pipelined module, whose gradient would be a wrong one."
+            )
+
+
 def _held_tensors(value: Any) -> Iterator[Tensor]:
     # Not `flatten`, which also rebuilds the containers, and so a user's dataclasses.
     if isinstance(value, Tensor):

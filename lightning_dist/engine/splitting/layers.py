@@ -80,6 +80,11 @@ class Layers:
         return (self.of_loss,)
 
     @property
+    def stands_alone(self) -> bool:
+        """Whether a plain loop has given the layers, so that no module around them is known."""
+        return False
+
+    @property
     def mirror(self) -> nn.Module | None:
         """A module that has the layers' parameters, too, for users to read, but runs none."""
         return None
@@ -195,6 +200,11 @@ class LayerSequence(Layers):
     def __init__(self, module: nn.Sequential) -> None:
         # `named_children` lists a child once, but one activation module may occur several times.
         super().__init__(module, [(name,) for name in module._modules])
+
+    @property
+    @override
+    def stands_alone(self) -> bool:
+        return self.users_module is self.module
 
     @override
     def stage(self, first: int, end: int) -> nn.Sequential:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from lightning_dist.engine.comms.connect import connect_in_memory
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.registry import PipelineShape
+from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.split import find_split
 
 BATCH = torch.ones(4, 2)
 
@@ -72,3 +74,36 @@ def test_copies_of_a_parameter_that_nothing_keeps_equal_are_an_error(schedule: s
                 Pipeline(model, shape, links[rank], shared={name})
     alone = PipelineShape(schedule, 1, (3,), 0)
     Pipeline(tied(), alone, connect_in_memory(range(1))[0]).detach()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_head_beside_a_plain_sequence_is_an_error_unless_it_is_frozen(schedule: str) -> None:
+    model, head = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 3)
+    links = connect_in_memory(range(1))[0]
+    pipeline = Pipeline(model, PipelineShape(schedule, 1, (1,), 0), links)
+
+    def step(microbatch: Any) -> Tensor:
+        return head(model(microbatch.content)).square().mean()
+
+    with pytest.raises(ValueError, match=r"find_split.*a trainable parameter of shape \(3,"):
+        pipeline.train_batch(BATCH, step)
+    pipeline.clear()
+    pipeline.detach()
+    head.requires_grad_(False)
+    pipeline = Pipeline(model, PipelineShape(schedule, 1, (1,), 0), links)
+    pipeline.train_batch(BATCH, step)
+
+
+def test_a_head_that_a_split_has_found_is_the_last_stages() -> None:
+    users = nn.ModuleDict({"model": nn.Sequential(nn.Linear(2, 2)), "head": nn.Linear(2, 3)})
+    split = find_split(users, PipelineConfig(layers="model"), 1, 0)
+    links = connect_in_memory(range(1))[0]
+    pipeline = Pipeline(split.layers, PipelineShape("1f1b", 2, (1,), 0), links)
+
+    def loss(x: Tensor) -> Tensor:
+        return users["head"](users["model"](x)).square().mean()
+
+    pipeline.train_batch(BATCH, lambda microbatch: loss(microbatch.content))
+    pipeline.install_gradients()
+    (expected,) = torch.autograd.grad(loss(BATCH), [users["head"].weight])
+    torch.testing.assert_close(users["head"].weight.grad, expected)
