@@ -66,7 +66,6 @@ class Pipeline:
             on the rank that sums their gradients, and :class:`.TiedSums` keeps the copies equal.
 
     Attributes:
-        shared: As given.
         update_rule: The meaning of the schedule's update.
         asynchronous: Whether batches overlap, so that gradients come later than their batch.
         delay: Batches between a batch and its gradients on this rank.
@@ -321,9 +320,12 @@ class Pipeline:
         yield
         self.end_update()
 
-    def clear(self) -> None:
-        """Forgets everything in flight, after a failure."""
-        self._runtime.clear()
+    def clear(self, *, failed: bool = True) -> None:
+        """Forgets what is in flight or held; after a failed batch the pipeline can only be closed.
+
+        Messages of that batch are in the channels, so to train on takes new ones.
+        """
+        self._runtime.clear(failed=failed)
         self._loss_weights.clear()
         self._loss_scales.clear()
         self._earlier = EarlierGradients()

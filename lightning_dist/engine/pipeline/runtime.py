@@ -103,6 +103,7 @@ class Runtime:
         # The first activation of a batch, by the stage before its boundary. Users freeze and thaw
         # layers between batches, and only the sending stage sees it.
         self._first: dict[int, tuple[TensorInfo, ...]] = {}
+        self._has_stale_messages = False
         self._reductions = Reductions()
         self._shapes: dict[int, tuple[Hashable, ...]] = {}  # of a micro-batch's tensors
         # Of the gradients that a stage will send, and receive, for a micro-batch in flight.
@@ -127,7 +128,16 @@ class Runtime:
         Returns:
             The user's step's results on the last stage, in the order of the micro-batches; empty
             on ranks without the last stage.
+
+        Raises:
+            ValueError: A batch has failed before.
         """
+        if self._has_stale_messages:
+            raise ValueError(
+                "Close the channels, and open new ones for a new `Pipeline`: messages of the batch"
+                " that has failed before `clear()` are in them still, and would be taken for"
+                " those of the next one."
+            )
         self._first.clear()
         self._shapes.clear()
         start = self._recorder.mark()
@@ -145,8 +155,9 @@ class Runtime:
         own = {i: result for (s, i), result in results.items() if self._stages[s].is_last}
         return [own[index] for index in sorted(own)]
 
-    def clear(self) -> None:
-        """Forgets everything in flight, after a failure."""
+    def clear(self, *, failed: bool) -> None:
+        """Forgets everything in flight; after a failure messages may be left in the channels."""
+        self._has_stale_messages |= failed and self._stages.shape.num_ranks > 1
         stores = (self._received, self._results, self._gradients_in, self._gradients_out)
         for store in (*stores, self._keys_out, self._keys_in):
             store.clear()

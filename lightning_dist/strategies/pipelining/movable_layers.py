@@ -167,7 +167,7 @@ def profile_layers(
                 if run == _WARMUP_RUNS:
                     profiler.start()
                 session.runner.rehearse(pipeline, arguments, context)
-                pipeline.clear()  # else gradients would add up
+                pipeline.clear(failed=False)  # else gradients would add up
         finally:
             profiler.stop()
             pipeline.detach()

@@ -107,3 +107,25 @@ def test_a_head_that_a_split_has_found_is_the_last_stages() -> None:
     pipeline.install_gradients()
     (expected,) = torch.autograd.grad(loss(BATCH), [users["head"].weight])
     torch.testing.assert_close(users["head"].weight.grad, expected)
+
+
+def test_messages_of_a_failed_batch_are_not_taken_for_those_of_the_next() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    links = connect_in_memory(range(2))
+    pipeline = Pipeline(model, PipelineShape("1f1b", 1, (1, 1), 1), links[1])
+    sent = torch.ones(4, 2, requires_grad=True)
+    links[0].activations_out[0].send(sent)
+    pipeline.train_batch(BATCH, lambda m: model(m.content).sum())
+    pipeline.clear(failed=False)
+    assert not pipeline.has_gradients
+    for _ in range(2):
+        links[0].activations_out[0].send(sent)
+
+    def fail(microbatch: Any) -> Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        pipeline.train_batch(BATCH, fail)
+    pipeline.clear()
+    with pytest.raises(ValueError, match=r"open new ones.*of the batch that has failed"):
+        pipeline.train_batch(BATCH, lambda m: model(m.content).sum())
