@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from math import isnan
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from lightning_dist.engine.common.names import check_choice, check_positive
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.balance import Balance, find_balance, memory_limit, step_seconds
-from lightning_dist.engine.planning.layer_costs import StepCosts
+from lightning_dist.engine.planning.layer_costs import RankProfile, StepCosts
 from lightning_dist.engine.planning.partition import stage_of_layers
 from lightning_dist.plotting import plot_balance
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
@@ -52,10 +53,10 @@ def conclude(balance: Balance, min_gain: float) -> str:
     """Says what the best cut of a measured balance saves, or which stage all others wait for."""
     assert balance.batches is not None
     first, last = balance.batches
-    measured = (
-        f"a step took {balance.measured_step_seconds * 1e3:.2f} ms"
-        f" (median of batches {first} to {last})"
-    )
+    measured = f"measured in batches {first} to {last}"
+    if not isnan(balance.measured_step_seconds):
+        milliseconds = balance.measured_step_seconds * 1e3
+        measured = f"a step took {milliseconds:.2f} ms (median of batches {first} to {last})"
     if balance.gain >= min_gain:
         cut = list(balance.better_cut)
         return f"partition={cut} would save {balance.gain:.0%} of a step; {measured}."
@@ -68,6 +69,12 @@ def conclude(balance: Balance, min_gain: float) -> str:
         f" {seconds[stage] * 1e3:.2f} ms per micro-batch (mean {fmean(seconds) * 1e3:.2f} ms); its"
         f" layer {layer.name} takes {layer.seconds * 1e3:.2f} ms."
     )
+
+
+def seconds_of_batch(profiles: Sequence[RankProfile], batches_per_update: int) -> float:
+    """Returns the median time of a batch on all ranks; nan if no two updates were measured."""
+    between_updates = [p.step_seconds for p in profiles if not isnan(p.step_seconds)]
+    return median(between_updates) / batches_per_update if between_updates else float("nan")
 
 
 class StageBalancer(pl.Callback):
@@ -186,12 +193,10 @@ class StageBalancer(pl.Callback):
         pipeline, optimizers = _pipeline_of(trainer), trainer.strategy.optimizers
         states = optimizers[0].state if optimizers else {}
         profiles = gather_objects(profiler.profile(states), view_of(trainer).group_of_all(""))
-        steps = [p.step_seconds for p in profiles if p.step_seconds == p.step_seconds]
-        measured = median(steps) if steps else float("nan")
         last = trainer.fit_loop.total_batch_idx  # a resumed run counts on
         balance = self._balance = replace(
             self._compare(pipeline, StepCosts.of_ranks(profiles)),
-            measured_step_seconds=measured,
+            measured_step_seconds=seconds_of_batch(profiles, trainer.accumulate_grad_batches),
             batches=(last + 1 - self._measured_steps, last),
         )
         self._step = trainer.global_step
@@ -273,10 +278,11 @@ def _check_stages(trainer: pl.Trainer, moves_layers: bool) -> None:
 
 def _metrics_of(balance: Balance) -> dict[str, float]:
     stages = enumerate(balance.stage_seconds(balance.cut))
-    return {
+    found = {
         **{f"balance/stage_{stage}_seconds": seconds for stage, seconds in stages},
         "balance/step_seconds": balance.step_seconds,
         "balance/better_step_seconds": balance.better_step_seconds,
         "balance/measured_step_seconds": balance.measured_step_seconds,
         "balance/gain": balance.gain,
     }
+    return {name: value for name, value in found.items() if not isnan(value)}
