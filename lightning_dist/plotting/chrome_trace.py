@@ -24,18 +24,21 @@ def write_chrome_trace(
         path: The JSON file.
         phases: Phases of the loops meanwhile, on the same clock.
     """
-    shifted = timeline.shifted_to_zero()
+    loop = [*phases]
+    # Perfetto drops what is before zero.
+    starts = [phase.start_seconds for phase in loop] + [s.start_seconds for s in timeline.spans]
+    zero = min(starts, default=0.0)
     names = [
         {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in range(timeline.num_ranks)
     ]
-    events = [_event(span) for span in shifted.spans]
-    events += [_loop_event(phase, timeline.start_seconds) for phase in phases]
+    events = [_event(span, zero) for span in timeline.spans]
+    events += [_loop_event(phase, zero) for phase in loop]
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}, file)
 
 
-def _event(span: Span) -> dict[str, Any]:
+def _event(span: Span, zero_seconds: float) -> dict[str, Any]:
     waits = span.kind in (SpanKind.WAIT, SpanKind.COMMUNICATION)
     return {
         "name": str(span.action),
@@ -43,7 +46,7 @@ def _event(span: Span) -> dict[str, Any]:
         "ph": "X",
         "pid": span.rank,
         "tid": "communication" if waits else "compute",
-        "ts": span.start_seconds * 1e6,
+        "ts": (span.start_seconds - zero_seconds) * 1e6,
         "dur": span.duration_seconds * 1e6,
         "args": {
             "stage": span.action.stage_index,

@@ -89,8 +89,9 @@ def plot_profile(report: ProfileReport, path: str | os.PathLike[str] | None = No
         draw_timeline(panel, timeline, title, span_ms)
         panel.set_xlabel("time (ms)")
     is_pipeline = report.predicted_timeline is not None
-    idle = "waiting (numbers: micro-batches)" if is_pipeline else "in between (numbers: batches)"
-    draw_legend(figure, timelines.values(), idle)
+    # Grey is data loading and validation too; the page and the trace have boxes for these.
+    numbers = "micro-batches" if is_pipeline else "batches"
+    draw_legend(figure, timelines.values(), f"in between (numbers: {numbers})")
     _stack(panels[-2], f"Time by use, {report.batches()}", Bars.of_uses(report))
     _stack(panels[-1], report.memory_title, Bars.of_memory(report))
     if path is not None:

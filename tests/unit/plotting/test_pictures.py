@@ -48,6 +48,11 @@ def test_without_a_pipeline_there_is_no_bubble() -> None:
     assert legend[-1] == "in between (numbers: batches)"
 
 
+def test_grey_of_a_pipeline_is_not_called_waiting() -> None:
+    legend = [text.get_text() for text in plot_profile(report_of()).legends[0].get_texts()]
+    assert legend[-1] == "in between (numbers: micro-batches)"
+
+
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "profile.html"
     write_page(report_of("zb_h1"), path)
@@ -67,8 +72,10 @@ def test_a_trace_tells_the_loop_from_the_steps(tmp_path: Path) -> None:
     events = json.loads(path.read_text())["traceEvents"]
     loop = [event for event in events if event.get("tid") == "loop"]
     assert [event["name"] for event in loop] == ["data loading"] * 6
-    # Loading begins before the first span, at which the trace has its zero.
-    assert loop[0]["ts"] == pytest.approx(-7000.0)
+    # Loading begins before the first span; Perfetto drops what is before zero.
+    assert loop[0]["ts"] == pytest.approx(0.0)
+    assert min(event["ts"] for event in events if event["ph"] == "X") >= 0.0
+    assert next(event["ts"] for event in events if event["name"] == "0F0") == pytest.approx(7000.0)
     assert len(read_chrome_trace(path).spans) == len(report.timeline.spans)
 
 
