@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_dist.callbacks.loop_profiler import LoopProfiler
@@ -35,6 +36,7 @@ from lightning_dist.engine.profiling.record import (
 from lightning_dist.engine.profiling.step_plan import Role, StepPlan
 from lightning_dist.engine.schedules.timeline import Span
 from lightning_dist.strategies.base.lightning_internals import profiler_of, set_profiler
+from lightning_dist.strategies.base.precision_plugin import half_precision_of
 from lightning_dist.strategies.base.rank_view import view_of
 
 
@@ -193,7 +195,7 @@ class RankWatch:
             rank=rank,
             host=socket.gethostname(),
             device=torch.cuda.get_device_name(self.device) if is_gpu else self.device.type,
-            precision=str(self._trainer.precision),
+            precision=computes_in(self._trainer.precision_plugin),
             stage_group=mesh.coordinates(rank)["pp"],
             data_index=mesh.data_index(rank),
             strategy=type(self._trainer.strategy).__name__,
@@ -217,6 +219,12 @@ class RankWatch:
         is_gpu = self.device.type == "cuda"
         allocated = torch.cuda.max_memory_allocated(self.device) if is_gpu else None
         return MemoryUse(measured, predicted, allocated)
+
+
+def computes_in(plugin: Precision) -> str:
+    """Returns the precision of a run's matrix products, as a Trainer or torch names it."""
+    half = half_precision_of(plugin)
+    return str(plugin.precision) if half is None else str(half.half.dtype)
 
 
 def _outside_validation(

@@ -61,7 +61,7 @@ class RankPlace:
         rank: Global rank.
         host: Name of the rank's machine.
         device: Name of the rank's device; ``"cpu"`` for a CPU.
-        precision: The Trainer's precision.
+        precision: The Trainer's precision, or the data type that MixedPrecision computes in.
         stage_group: Place among the stages, equal on ranks that do the same work.
         data_index: Index of the data, equal on ranks that read the same batches.
         strategy: Name of the strategy.

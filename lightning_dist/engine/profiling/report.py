@@ -1,7 +1,8 @@
 """The joined measurements of all ranks: the results, and the numbers for loggers.
 
 MFU (Chowdhery et al., 2022, appendix B) is a run's share of the devices' peaks of dense matrix
-products. A device that is not listed has no MFU, and a CPU never has one.
+products. A device that is not listed has no MFU, and a CPU never has one. What activation
+checkpointing computes again counts, too; without that it would be lower.
 """
 
 from __future__ import annotations
