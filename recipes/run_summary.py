@@ -36,17 +36,18 @@ class TimedTraining(L.Callback):
     places = 1
 
     def __init__(self) -> None:
-        self._start = 0.0
+        self._start, self._first_step = 0.0, 0
         self._training: list[tuple[str, str]] = []
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start = time.perf_counter()
+        self._start, self._first_step = time.perf_counter(), trainer.global_step
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         seconds = f"{time.perf_counter() - self._start:.{self.places}f}"
-        self._training = [("training", f"{trainer.current_epoch} epochs in {seconds} seconds")]
+        num_steps = trainer.global_step - self._first_step
+        self._training = [("training", f"{num_steps} steps in {seconds} seconds")]
 
 
 class RunSummary(Throughput):

@@ -38,7 +38,7 @@ def test_the_table_of_a_run_on_one_device(
         trainer.test(module, data, verbose=False)
         output = capsys.readouterr().out
         assert "of 16 images" in output
-        assert "1 epochs in" in output
+        assert "2 steps in" in output
         assert "lightning_logs/version_0/checkpoints/epoch=0-step=2.ckpt" in output
         assert "lightning_logs/version_0/metrics.csv" in output
         assert "lightning_logs/version_0/confusion.png" in output
