@@ -108,6 +108,9 @@ class TextDataModule(L.LightningDataModule):
 
     Batches are ``(inputs, targets)``, int64 of shape ``(batch_size, sequence_length)``.
 
+    Data replicas share the windows out, equally many to each, for sharded ones evaluate together.
+    Validation leaves the last windows out where their number does not divide.
+
     Args:
         batch_size: Windows per batch and data replica.
         sequence_length: Bytes per window.
@@ -166,7 +169,7 @@ class TextDataModule(L.LightningDataModule):
 
     @override
     def predict_dataloader(self) -> DataLoader[Any]:
-        return self._evaluation_loader()
+        return DataLoader(self._val, batch_size=self._batch_size, num_workers=self._num_workers)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -182,4 +185,15 @@ class TextDataModule(L.LightningDataModule):
             )
 
     def _evaluation_loader(self) -> DataLoader[Any]:
-        return DataLoader(self._val, batch_size=self._batch_size, num_workers=self._num_workers)
+        replica = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        return DataLoader(
+            self._val,
+            batch_size=self._batch_size,
+            sampler=DistributedSampler(
+                self._val,
+                shuffle=False,
+                drop_last=True,  # else a window would count twice
+                **(replica or {"num_replicas": 1, "rank": 0}),
+            ),
+            num_workers=self._num_workers,
+        )

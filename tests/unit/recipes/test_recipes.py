@@ -84,6 +84,22 @@ def test_replicas_have_the_batches_of_one_device_between_them() -> None:
         assert torch.equal(shares[1][index], whole[index][1::2])
 
 
+def test_replicas_validate_on_as_many_windows_each_and_on_none_twice() -> None:
+    sizes = {"batch_size": 1000, "sequence_length": 100}
+    ((whole, _),) = TextDataModule(**sizes).val_dataloader()
+    shares = []
+    for rank in range(3):
+        data = TextDataModule(**sizes)
+        trainer: Any = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 3, "rank": rank})
+        data.trainer = trainer
+        ((share, _),) = data.val_dataloader()
+        shares.append(share)
+    kept = len(whole) // 3 * 3
+    assert kept < len(whole)
+    for rank, share in enumerate(shares):
+        assert torch.equal(share, whole[rank:kept:3])
+
+
 def test_the_data_module_records_the_text() -> None:
     data = TextDataModule(batch_size=4, sequence_length=16, train_samples=8)
     inputs, targets = next(iter(data.train_dataloader()))
