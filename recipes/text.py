@@ -2,7 +2,9 @@
 
 ``pydoc_data.topics`` holds the language reference as plain text, about 466 KB, under the PSF
 licence. It differs a little between patch versions of Python, so its hash is recorded with each
-run.
+run. Some topics repeat others (``with`` and ``while`` stand in ``compound``), so about one in
+thirteen windows of the validation text stands in the training text, too. Results compare with each
+other, but say less of unseen text.
 """
 
 from __future__ import annotations
