@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
+from recipes.text import SeededShuffle
+
 try:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -111,14 +113,14 @@ class DigitsDataModule(L.LightningDataModule):
     Batches are ``(images, labels)``, float32 of shape ``(batch_size, 1, 8, 8)`` and int64 of shape
     ``(batch_size,)``.
 
-    Data replicas share the images out. Lightning's ``DistributedSampler`` does so in training, and
-    repeats an image where their number does not divide. Validation and test have a sampler that
-    repeats none, so that each image counts once on any number of replicas.
+    Data replicas share the images out. Training leaves some of an epoch's last images out where
+    their number does not divide. Validation and test have a sampler that repeats none, so that each
+    image counts once on any number of replicas.
 
     Args:
         batch_size: Images per batch and process.
         max_shift: Pixels by which training images are moved at random.
-        seed: Seed of the split.
+        seed: Seed of the split and the training order.
         num_workers: Processes that load data; the images are in memory, so none are needed.
 
     Raises:
@@ -139,6 +141,7 @@ class DigitsDataModule(L.LightningDataModule):
             )
         self.save_hyperparameters()
         self._batch_size = batch_size
+        self._seed = seed
         self._num_workers = num_workers
         train, val, test = split_indices(labels, seed)
         self._train = LabelledImages(images[train], labels[train], max_shift)
@@ -147,10 +150,11 @@ class DigitsDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
+        replica = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
         return DataLoader(
             self._train,
             batch_size=self._batch_size,
-            shuffle=True,
+            sampler=SeededShuffle(self._train, self._seed, len(self._train), **replica),
             num_workers=self._num_workers,
         )
 

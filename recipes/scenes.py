@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from recipes.digits import NUM_CLASSES, load_images, split_indices
+from recipes.text import SeededShuffle
 
 SIDE = 24
 BACKGROUND = NUM_CLASSES
@@ -60,7 +61,7 @@ class ScenesDataModule(L.LightningDataModule):
     Args:
         batch_size: Scenes per batch and data replica.
         num_train: Scenes to train on; a quarter of it to validate on, and as many to test on.
-        seed: Seed of the split and the scenes.
+        seed: Seed of the split, the scenes and the training order.
 
     Raises:
         ValueError: A number is too small.
@@ -74,6 +75,7 @@ class ScenesDataModule(L.LightningDataModule):
             )
         self.save_hyperparameters()
         self._batch_size = batch_size
+        self._seed = seed
         images, labels = load_images()
         parts = split_indices(labels, seed)
         counts = num_train, num_train // 4, num_train // 4
@@ -84,7 +86,9 @@ class ScenesDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self._train, batch_size=self._batch_size, shuffle=True)
+        replica = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
+        sampler = SeededShuffle(self._train, self._seed, len(self._train), **replica)
+        return DataLoader(self._train, batch_size=self._batch_size, sampler=sampler)
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:

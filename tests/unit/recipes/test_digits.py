@@ -80,6 +80,13 @@ def test_training_images_are_shifted_by_the_global_generator() -> None:
     assert not torch.equal(first, again)
 
 
+def test_the_order_of_training_depends_on_seed_and_epoch_alone() -> None:
+    data = DigitsDataModule(max_shift=0)
+    first = read(data.train_dataloader())
+    torch.manual_seed(7)
+    assert torch.equal(first, read(data.train_dataloader()))
+
+
 def test_validation_and_test_images_are_as_they_were() -> None:
     images, labels = load_images()
     _, val, test = split_indices(labels, seed=0)

@@ -53,3 +53,11 @@ def test_the_test_scenes_are_predicted() -> None:
     data = ScenesDataModule(batch_size=4, num_train=16)
     (tested,), (predicted,) = data.test_dataloader(), data.predict_dataloader()
     assert torch.equal(predicted[0], tested[0])
+
+
+def test_the_order_of_training_depends_on_seed_and_epoch_alone() -> None:
+    data = ScenesDataModule(batch_size=16, num_train=16)
+    (first,) = data.train_dataloader()
+    torch.manual_seed(7)
+    (again,) = data.train_dataloader()
+    assert torch.equal(first[0], again[0])
