@@ -204,6 +204,8 @@ class ParameterServerStrategy(DataParallelStrategy):
         session = self._session
         if session is None:  # behind a run
             return apply()
+        session.check_optimizer(optimizer)
+        replica_checks.check_no_step_hooks(optimizer)  # a hook may have added some
 
         def step(closure: Closure | None = None) -> Any:
             with torch.enable_grad():

@@ -187,6 +187,7 @@ def check_served_optimizers(optimizers: Sequence[Optimizer], num_servers: int) -
             f"{type(optimizer).__name__} steps by another optimizer, {inner[0]!r}, which has this"
             " process's weights, and a server has others. Use that one alone, or DDPStrategy."
         )
+    check_no_step_hooks(optimizer)
     needs_closure = signature(optimizer.step).parameters.get("closure")
     if needs_closure is not None and needs_closure.default is Parameter.empty:
         raise ValueError(
@@ -195,6 +196,19 @@ def check_served_optimizers(optimizers: Sequence[Optimizer], num_servers: int) -
         )
     if num_servers > 1:
         check_separate_updates(optimizer, "server")
+
+
+def check_no_step_hooks(optimizer: Optimizer) -> None:
+    """Checks that no hook would run at a server, whose weights it does not know."""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values()]
+    hooks += optimizer._optimizer_step_post_hooks.values()
+    if hooks:
+        names = [getattr(hook, "__name__", type(hook).__name__) for hook in hooks]
+        raise ValueError(
+            f"{type(optimizer).__name__} has step hooks, {some_names(names)}, and steps at a"
+            " server. There they would not see this process's weights. Use"
+            " `on_before_optimizer_step` and `on_train_batch_end` of the module, or DDPStrategy."
+        )
 
 
 def check_no_loss_scale(plugin: Precision) -> None:

@@ -68,6 +68,49 @@ class Clamping(Classifier):
             self.model[-1].weight.clamp_(-0.1, 0.1)
 
 
+class Hooked(Classifier):
+    """Adds a hook where the optimizer is made, or later."""
+
+    def __init__(self, *, late: bool = False) -> None:
+        super().__init__()
+        self.late = late
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if not self.late:
+            optimizer.register_step_pre_hook(halve)
+        return optimizer
+
+    def on_train_start(self) -> None:
+        if self.late:
+            self.trainer.optimizers[0].register_step_post_hook(halve)
+
+
+class HookedLate(Hooked):
+    def __init__(self) -> None:
+        super().__init__(late=True)
+
+
+def halve(optimizer: Any, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.data.mul_(0.5)
+
+
+class Switching(Classifier):
+    def on_train_epoch_start(self) -> None:
+        self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.0)]
+
+
+class Thawing(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model[1:].parameters(), lr=0.1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.optimizers().add_param_group({"params": [*self.model[0].parameters()]})
+
+
 class Lists(torch.optim.SGD):
     """Keeps copies of all parameters in a list."""
 
@@ -93,6 +136,10 @@ CASES: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any], str]] =
         {},
         r"Lists keeps a list.*A server.*state\[p\]",
     ),
+    "step hook": (Hooked, {}, {}, r"SGD has step hooks, \['halve'\], and steps at a server"),
+    "late hook": (HookedLate, {}, {}, r"SGD has step hooks, \['halve'\], and steps at a server"),
+    "switched": (Switching, {}, {}, "replaced the optimizer by another SGD"),
+    "thawed": (Thawing, {"num_servers": 2}, {}, "no server has.*`on_train_epoch_start`"),
     "fp16": (Classifier, {}, {"callbacks": "fp16"}, "fp16 with a loss scale leaves out steps"),
     "batch norm": (
         Classifier,
@@ -126,7 +173,7 @@ def attempt(name: str, path: str) -> tuple[str, str]:
     return "nothing", ""
 
 
-@pytest.mark.some("few")
+@pytest.mark.some("few", "late hook", "switched", "thawed")
 @pytest.mark.parametrize("name", CASES)
 def test_is_refused_on_each_rank(workers: WorkerPool, name: str, tmp_path: Any) -> None:
     answers = workers.run(2, attempt, name, str(tmp_path / "x.ckpt"))

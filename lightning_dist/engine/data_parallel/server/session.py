@@ -76,6 +76,7 @@ class ServerSession:
             self._of_servers.append((DistributedSender(there, server), receiver))
         self._decisions = decisions
         self._shares_steps = options.mode == "sync"
+        self._served: set[Tensor] = set()
         self._versions: list[tuple[Tensor, int]] = []  # of the weights when they came
         decisions.begin()
         self.is_open = False  # whether weights may have changed since the last drain
@@ -91,6 +92,25 @@ class ServerSession:
         if self.server is not None:
             with self._stream.in_turn():
                 self.server.open()
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Checks that the optimizer of an update is the one that servers have.
+
+        Raises:
+            ValueError: It is another one, or has parameters that servers do not have.
+        """
+        if optimizer is not self._optimizer:
+            raise ValueError(
+                f"A hook has replaced the optimizer by another {type(optimizer).__name__}, and"
+                " servers step with a copy of the one that `configure_optimizers` returned. Change"
+                " the values of its groups in place, start another run, or use DDPStrategy."
+            )
+        groups = optimizer.param_groups
+        if not all(self.serves(parameter) for group in groups for parameter in group["params"]):
+            raise ValueError(
+                "The optimizer has parameters that no server has: a hook has added them between"
+                " two batches. Add them in `on_train_epoch_start`, where all workers meet."
+            )
 
     def push(self) -> None:
         """Pushes the gradients of the module, and takes the weights that come back."""
@@ -158,7 +178,7 @@ class ServerSession:
 
     def serves(self, parameter: Tensor) -> bool:
         """Returns whether a parameter is at a server."""
-        return any(parameter is own for shard in self._partition.shards for own in shard)
+        return parameter in self._served
 
     @property
     def own_values(self) -> list[dict[str, Any]] | None:
@@ -203,6 +223,7 @@ class ServerSession:
 
     def _follow(self) -> None:
         self._partition.extend(self._optimizer)
+        self._served.update(*self._partition.shards)
         if self._shard is not None:
             with self._stream.in_turn():
                 self._shard.follow(self._optimizer, self._partition.shards[self._rank])

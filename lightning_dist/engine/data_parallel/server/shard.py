@@ -104,4 +104,5 @@ class ShardOptimizer:
         parameters: dict[Any, nn.Parameter] = {copy: p for p, copy in self._copies.items()}
         for key, values in self._optimizer.state.items():
             optimizer.state[parameters.get(key, key)] = values
-        install_values(optimizer, self.own_values)
+        new = optimizer.param_groups[len(self._own_keys) :]  # since this was opened
+        install_values(optimizer, [*self.own_values, *({} for _ in new)])
