@@ -38,6 +38,8 @@ from lightning_dist.engine.splitting.ties import Tie
 from lightning_dist.engine.tensors.forward_ast import used_by_forward
 from lightning_dist.engine.tensors.module_tree import count_parameters, dotted, outermost
 
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList)  # without a forward
+
 
 def find_layers(module: nn.Module, layers: str, *, by_forwards: bool = False) -> tuple[str, Layers]:
     """Returns the layers of the user's module.
@@ -97,7 +99,7 @@ def _holder_of(module: nn.Module, layers: str, part: nn.ModuleList | nn.Sequenti
         names = trainable_outside(module, path)
         if not path or all(not_ahead(module, path, name) for name in names):
             return path
-    if not first and not inner:
+    if not first and (not inner or isinstance(module.get_submodule(holder), _CONTAINERS)):
         raise ValueError(
             "Put the model into a module of its own, whose forward runs the blocks:"
             f" layers={layers!r} is an `nn.ModuleList` of the LightningModule itself, which has"
@@ -107,10 +109,13 @@ def _holder_of(module: nn.Module, layers: str, part: nn.ModuleList | nn.Sequenti
 
 
 def _mentions(module: nn.Module, path: str, layers: str) -> bool:
-    """Returns whether forwards lead from a module to the layers in it."""
+    """Returns whether forwards lead from a module to the layers in it, through dicts and lists."""
     part = module.get_submodule(path)
+    if isinstance(part, _CONTAINERS):
+        return False
     for step in layers.removeprefix(f"{path}.").split("."):
-        if step not in (used_by_forward(type(part)) or ()):
+        is_used = step in (used_by_forward(type(part)) or ())
+        if not (is_used or isinstance(part, _CONTAINERS)):
             return False
         part = part.get_submodule(step)
     return True

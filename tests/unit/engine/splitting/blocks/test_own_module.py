@@ -71,6 +71,38 @@ def test_the_users_module_may_train_ahead_of_the_model() -> None:
     assert layers.names[0][:-1] == ("embed", "outer.model.patches")
 
 
+class InDict(nn.Module):
+    """Holds its parts in a dict, which has no forward, as nanoGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.parts = nn.ModuleDict({"embed": nn.Linear(3, 3), "blocks": blocks})
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.parts.embed(x)
+        for block in self.parts.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_blocks_may_be_in_a_dict_of_the_model() -> None:
+    for module, layers, expected in (
+        (InDict(), "parts.blocks", ""),
+        (User(InDict()), "model.parts.blocks", "model"),
+    ):
+        path, found = find_layers(module, layers)
+        assert path == expected
+        assert len(found) == 3
+        assert found.names[0] == ("parts.embed", "parts.blocks.0")
+        assert found.names[-1] == ("parts.blocks.2", "head")
+    user = nn.Module()
+    user.parts = InDict().parts
+    with pytest.raises(ValueError, match="Put the model into a module of its own"):
+        find_layers(user, "parts.blocks")
+
+
 class Hidden(Own):
     """Reads its parameters in ways that its source does not show."""
 
