@@ -34,6 +34,7 @@ from fsspec.core import url_to_fs
 from torch import Tensor
 
 from lightning_dist.engine.checkpoint import directory, saved_names
+from lightning_dist.engine.checkpoint.damaged import naming_damaged_file
 from lightning_dist.engine.checkpoint.joint_save import JointSave
 from lightning_dist.engine.checkpoint.optimizer_state import join_entries, split_entries, to_numbers
 from lightning_dist.engine.checkpoint.places import MARKER, is_local, place_of
@@ -88,6 +89,7 @@ def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True)
 
     Raises:
         FileNotFoundError: There is no checkpoint.
+        ValueError: It is damaged.
     """
     if not is_sharded(path):
         files, place = url_to_fs(os.fspath(path if not is_local(path) else directory.resolve(path)))
@@ -96,7 +98,7 @@ def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True)
                 f"{os.fspath(path)!r} is no checkpoint: neither a file nor a directory with"
                 f" {MARKER!r}."
             )
-        with files.open(place, "rb") as file:
+        with naming_damaged_file(path), files.open(place, "rb") as file:
             loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
         return loaded
     checkpoint = load_sharded(path, lambda _: True, weights_only=weights_only)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.engine.checkpoint import directory, saved_names
+from lightning_dist.engine.checkpoint.damaged import naming_damaged_file
 from lightning_dist.engine.checkpoint.files import OPTIMIZERS, SECTIONS, is_sharded, load_full
 from lightning_dist.engine.checkpoint.places import is_local, place_of
 
@@ -39,7 +40,10 @@ def load_mapped(
         checkpoint = _join(path, scratch, weights_only)
     elif is_local(path) and (file := directory.resolve(path)).is_file():
         try:
-            checkpoint = torch.load(file, map_location="cpu", weights_only=weights_only, mmap=True)
+            with naming_damaged_file(file):
+                checkpoint = torch.load(
+                    file, map_location="cpu", weights_only=weights_only, mmap=True
+                )
         except RuntimeError as error:
             raise ValueError(
                 f"{file} is no checkpoint, or torch wrote it in the format that it had before 1.6:"

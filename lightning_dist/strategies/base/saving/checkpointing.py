@@ -14,7 +14,6 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -40,7 +39,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     to_numbers,
 )
 from lightning_dist.engine.checkpoint.other_entries import gather_others
-from lightning_dist.engine.checkpoint.places import is_local, place_of
+from lightning_dist.engine.checkpoint.places import is_local
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor
 from lightning_dist.engine.tensors.tree import map_tensors
@@ -52,31 +51,7 @@ from lightning_dist.strategies.base.model_checks import check_state_to_save
 from lightning_dist.strategies.base.saving.async_saving import AsyncSaving
 from lightning_dist.strategies.base.saving.part_warning import warn_of_part, without_warning
 from lightning_dist.strategies.base.saving.saved_modules import saved_modules_of
-
-
-class WholeFileIO(TorchCheckpointIO):
-    """Writes a file under a temporary name first; leaves URLs to Lightning."""
-
-    @override
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        path: str | Path,
-        storage_options: Any | None = None,
-    ) -> None:
-        if storage_options is None and is_local(path):
-            checkpoints.save_full(checkpoint, path)
-        else:
-            if storage_options is None and checkpoints.is_sharded(path):
-                place_of(path).withdraw()  # its marker would still count
-            super().save_checkpoint(checkpoint, path, storage_options)
-
-    @override
-    def remove_checkpoint(self, path: str | Path) -> None:
-        if is_local(path) or checkpoints.is_sharded(path):
-            place_of(path).withdraw()
-        else:
-            super().remove_checkpoint(path)
+from lightning_dist.strategies.base.saving.whole_file import WholeFileIO
 
 
 class LayoutFreeCheckpoints(AsyncSaving):

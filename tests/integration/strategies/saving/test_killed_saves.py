@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_dist import DDPStrategy
 from lightning_dist.checkpoint import load_full, save_full, save_sharded
 from lightning_dist.engine.checkpoint import directory
-from lightning_dist.strategies.base.saving.checkpointing import WholeFileIO
+from lightning_dist.strategies.base.saving.whole_file import WholeFileIO
 from tests.helpers.networks.models import make_loader, make_module, make_trainer
 from tests.helpers.processes.workers import CONTEXT
 

@@ -16,7 +16,7 @@ from lightning_dist.__main__ import main
 from lightning_dist.engine.checkpoint import places
 from lightning_dist.engine.checkpoint.files import is_sharded, load_full, save_full, save_sharded
 from lightning_dist.engine.checkpoint.places import MARKER, UrlPlace, place_of
-from lightning_dist.strategies.base.saving.checkpointing import WholeFileIO
+from lightning_dist.strategies.base.saving.whole_file import WholeFileIO
 from tests.helpers.networks.models import make_module, make_trainer
 from tests.helpers.object_store import ObjectStore
 
