@@ -12,6 +12,7 @@ Gloo carries the schemas only.
 
 from __future__ import annotations
 
+import atexit
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,8 +61,13 @@ class Channels(ChannelSet):
         results = () if self.results_in is None else (self.results_in,)
         return (*self.links.receivers(), *results, *self.ties.receivers())
 
+    def keep_to_exit(self) -> None:
+        """Keeps what a script has left open: threads wait in it, whose end would abort the exit."""
+        never_destroy([*self.groups, *self.p2p_groups])
+
     @override
     def close(self, *, failed: bool = False) -> None:
+        atexit.unregister(self.keep_to_exit)
         super().close(failed=failed)
         if failed:  # a message that never comes may be under way, for which NCCL would wait
             never_destroy(self.p2p_groups)
@@ -118,7 +124,16 @@ def connect(
         holders: Ranks in a pipeline that hold the same parameter, for each such parameter.
         p2p_backend: Backend that sends the device's tensors point to point; None packs them in host
             memory, for gloo.
+
+    Raises:
+        ValueError: A rank of the world is in no pipeline.
     """
+    without = {*range(dist.get_world_size())}.difference(*pipelines)
+    if without:
+        raise ValueError(
+            f"pipelines={[[*ranks] for ranks in pipelines]} leave out the ranks {sorted(without)}"
+            " of the world. Give each rank a place, or start as many as the pipelines have."
+        )
     pairs = _pairs(holders)
     ranks, groups = _open_groups(pipelines, 5 if pairs else 3)
     places = range(len(ranks)) if rank_of_stage is None else rank_of_stage
@@ -148,7 +163,7 @@ def connect(
         lambda source, target: senders[source, target],
         lambda source, target: receivers[source, target],
     )
-    return Channels(
+    channels = Channels(
         links=links,
         results_out=tuple(results.outgoing.values()),
         results_in=next(iter(results.incoming.values()), None),
@@ -159,6 +174,8 @@ def connect(
             {peer: end for ends in ties for (peer, _), end in ends.incoming.items()},
         ),
     )
+    atexit.register(channels.keep_to_exit)
+    return channels
 
 
 def _open_groups(

@@ -36,7 +36,7 @@ from lightning_dist.engine.schedules.rounds import Round, Rounds
 from lightning_dist.engine.schedules.timeline import SpanKind
 from lightning_dist.engine.splitting.cut import cut
 from lightning_dist.engine.splitting.layers import Layers, layers_in
-from lightning_dist.engine.splitting.split import refuse_unshared
+from lightning_dist.engine.splitting.split import check_shape
 from lightning_dist.engine.tensors.compiler import keep_saved_tensors
 from lightning_dist.engine.tensors.patch import add_with_hooks
 from lightning_dist.engine.tensors.rng import random_state_kept
@@ -91,7 +91,7 @@ class Pipeline:
         shared: Collection[str] = (),
     ) -> None:
         layers = layers_in(sequence)
-        refuse_unshared(layers, shape, shared)
+        check_shape(layers, shape, shared)
         cut(layers, shape.layers_per_stage, shape.stages)
         self.links = links
         self.recorder = Recorder(shape.rank if rank is None else rank, options.device)
@@ -230,7 +230,7 @@ class Pipeline:
     def evaluate_batch(
         self, batch: Any, step: Step, num_microbatches: int, *, seed: int | None = None
     ) -> list[Any]:
-        """Runs a batch forward only.
+        """Runs a batch forward only, without gradients.
 
         Args:
             batch: Any tree of tensors with the samples in dim 0.
@@ -241,7 +241,6 @@ class Pipeline:
         Returns:
             The step's result for each micro-batch on the last stage; empty on the others.
         """
-        assert not torch.is_grad_enabled()
         self.recorder.interrupt()
         count = 1
         if num_microbatches > 1:
@@ -252,7 +251,7 @@ class Pipeline:
         numbered = {microbatch.index: microbatch for microbatch in microbatches}
         work = Work(numbered, step, 1.0, name)
         self._num_evaluated += 1
-        with random_state_kept(self.stages.options.device):
+        with torch.no_grad(), random_state_kept(self.stages.options.device):
             return self._runtime.run(self._rounds.evaluation(count), work)
 
     def install_gradients(

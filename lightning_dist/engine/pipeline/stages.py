@@ -36,7 +36,8 @@ class StageOptions:
     Attributes:
         weight_versions: ``"stash"``, ``"vertical_sync"`` or ``"none"``; matters for asynchronous
             schedules only.
-        seed: Base of the random numbers; the same on all ranks.
+        seed: Base of the random numbers that steps draw, which ``torch.manual_seed`` does not
+            change; the same on all ranks.
         device: Device on which the stages compute.
         layers: Returns the module that runs a stage's layers, for example a sharded one, in which
             parameters have the names that they have in the pipelined module; None runs the layers

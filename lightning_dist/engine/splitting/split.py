@@ -218,8 +218,8 @@ def find_split(
     )
 
 
-def refuse_unshared(layers: Layers, shape: PipelineShape, shared: Collection[str]) -> None:
-    """Checks that the copies that ranks have of a parameter are kept equal.
+def check_shape(layers: Layers, shape: PipelineShape, shared: Collection[str]) -> None:
+    """Checks that layers can be cut so, and that copies of a parameter are kept equal.
 
     Args:
         layers: The layers, cut or not.
@@ -227,8 +227,14 @@ def refuse_unshared(layers: Layers, shape: PipelineShape, shared: Collection[str
         shared: Names of this rank's copies that are kept equal.
 
     Raises:
-        ValueError: A copy is not among them, or the schedule has no time for sums.
+        ValueError: The shape has another number of layers, a copy is not among those that are kept
+            equal, or the schedule has no time for sums.
     """
+    if sum(shape.layers_per_stage) != len(layers):
+        raise ValueError(
+            f"layers_per_stage={list(shape.layers_per_stage)} is a cut of"
+            f" {sum(shape.layers_per_stage)} layers, and there are {len(layers)}."
+        )
     homes = shape.rank_of_stage
     ties = [t for t in find_ties(layers, shape.layers_per_stage) if len(t.ranks(homes)) > 1]
     if not shape.family.update_rule.is_joint:

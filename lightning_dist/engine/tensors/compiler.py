@@ -14,8 +14,8 @@ has been compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -81,11 +81,19 @@ def keep_saved_tensors(splits_backwards: bool) -> AbstractContextManager[None]:
     in a backward that keeps the graph, as a split one does. It compiles another one where the first
     backward keeps the graph, but not if an earlier run has left the compiled code in a cache.
     """
-    if not splits_backwards:
-        return nullcontext()
+    return _keeping() if splits_backwards else nullcontext()
+
+
+@contextmanager
+def _keeping() -> Iterator[None]:
     # What was compiled with another value of this setting is looked for under another key.
-    kept: AbstractContextManager[None] = torch._functorch.config.patch(donated_buffer=False)
-    return kept
+    settings = torch._functorch.config
+    before = settings.donated_buffer
+    settings.donated_buffer = False  # `patch` would leave a context variable for each batch
+    try:
+        yield
+    finally:
+        settings.donated_buffer = before
 
 
 def refuse_wrapper(module: nn.Module) -> None:

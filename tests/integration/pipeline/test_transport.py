@@ -154,6 +154,8 @@ def test_what_cannot_be_read_is_an_error_where_it_is_awaited(workers: WorkerPool
 
 def close_channels() -> int:
     dist.init_process_group("gloo")
+    with pytest.raises(ValueError, match=r"leave out the ranks \[1\] of the world"):
+        connect([[0]], torch.device("cpu"), 60.0)
     channels = connect([[0, 1]], torch.device("cpu"), 60.0)
     groups = [weakref.ref(group) for group in channels.groups]
     gc.disable()

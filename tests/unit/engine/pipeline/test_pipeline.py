@@ -129,3 +129,17 @@ def test_messages_of_a_failed_batch_are_not_taken_for_those_of_the_next() -> Non
     pipeline.clear()
     with pytest.raises(ValueError, match=r"open new ones.*of the batch that has failed"):
         pipeline.train_batch(BATCH, lambda m: model(m.content).sum())
+
+
+def test_a_batch_is_evaluated_without_gradients() -> None:
+    pipeline, step = make("1f1b")
+    (result,) = pipeline.evaluate_batch(BATCH, step, 1)
+    assert not result.requires_grad
+    assert torch.is_grad_enabled()
+
+
+def test_a_cut_of_other_layers_is_an_error() -> None:
+    model, links = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), connect_in_memory(range(1))[0]
+    for cut, count in (((1,), 1), ((3,), 3)):
+        with pytest.raises(ValueError, match=f"is a cut of {count} layers, and there are 2"):
+            Pipeline(model, PipelineShape("1f1b", 1, cut, 0), links)

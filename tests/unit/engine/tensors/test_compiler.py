@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -106,6 +107,17 @@ def test_a_compiled_backward_that_has_freed_its_graph_may_keep_it_the_next_time(
     with keep_saved_tensors(True):
         first = gradient(keeps=False)
         assert torch.equal(gradient(keeps=True), first)
+
+
+def test_a_batch_leaves_no_context_variable() -> None:
+    before = torch._functorch.config.donated_buffer
+    counts = []
+    for _ in range(3):
+        with keep_saved_tensors(True):
+            assert torch._functorch.config.donated_buffer is False
+        counts.append(len(copy_context()))
+    assert counts[0] == counts[-1]
+    assert torch._functorch.config.donated_buffer is before
 
 
 def test_while_it_stays_paused_hooks_on_layers_run() -> None:
