@@ -200,6 +200,7 @@ def check_served_optimizers(optimizers: Sequence[Optimizer], num_servers: int) -
 
 def check_no_step_hooks(optimizer: Optimizer) -> None:
     """Checks that no hook would run at a server, whose weights it does not know."""
+    # Torch has no public list of them.
     hooks = [*optimizer._optimizer_step_pre_hooks.values()]
     hooks += optimizer._optimizer_step_post_hooks.values()
     if hooks:
