@@ -12,7 +12,6 @@ Gloo carries the schemas only.
 
 from __future__ import annotations
 
-import atexit
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,13 +60,8 @@ class Channels(ChannelSet):
         results = () if self.results_in is None else (self.results_in,)
         return (*self.links.receivers(), *results, *self.ties.receivers())
 
-    def keep_to_exit(self) -> None:
-        """Keeps what a script has left open: threads wait in it, whose end would abort the exit."""
-        never_destroy([*self.groups, *self.p2p_groups])
-
     @override
     def close(self, *, failed: bool = False) -> None:
-        atexit.unregister(self.keep_to_exit)
         super().close(failed=failed)
         if failed:  # a message that never comes may be under way, for which NCCL would wait
             never_destroy(self.p2p_groups)
@@ -116,6 +110,8 @@ def connect(
 ) -> Channels:
     """Opens this rank's channels. Collective: every rank of the world must call it alike.
 
+    Close them at the end: a process that exits while its threads wait in them is aborted.
+
     Args:
         pipelines: Global ranks of each pipeline, in order.
         device: Device of received tensors.
@@ -163,7 +159,7 @@ def connect(
         lambda source, target: senders[source, target],
         lambda source, target: receivers[source, target],
     )
-    channels = Channels(
+    return Channels(
         links=links,
         results_out=tuple(results.outgoing.values()),
         results_in=next(iter(results.incoming.values()), None),
@@ -174,8 +170,6 @@ def connect(
             {peer: end for ends in ties for (peer, _), end in ends.incoming.items()},
         ),
     )
-    atexit.register(channels.keep_to_exit)
-    return channels
 
 
 def _open_groups(

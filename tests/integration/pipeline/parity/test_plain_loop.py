@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from lightning_dist.engine.schedules.update_rule import WeightVersions
 from lightning_dist.engine.tensors.tree import flatten
 from tests.helpers.networks.models import make_data, make_layers, make_optimizer
 from tests.helpers.processes.threads import connect_turns
-from tests.helpers.processes.workers import WorkerPool, free_port
+from tests.helpers.processes.workers import WorkerPool
 
 PAGE = Path(__file__).parents[4] / "docs" / "api" / "pipeline.md"
 
@@ -125,25 +123,6 @@ def test_the_script_of_the_page_trains_as_one_device_does(
         latest = zip(weights[-1].items(), gradients, strict=True)
         weights.append({n: (p - 0.1 * g).detach().requires_grad_() for (n, p), g in latest})
     torch.testing.assert_close({**first, **second}, weights[-1])
-
-
-@pytest.mark.parametrize("closes", ["", "dist.destroy_process_group()"])
-def test_a_script_that_leaves_channels_open_ends_well(closes: str) -> None:
-    (script,) = re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    script = script[: script.index("pipeline.close()")] + closes
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env={**os.environ, **common, "RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
