@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from recipes.text import SeededShuffle
+from recipes.text import SeededShuffle, replica_of
 
 try:
     from sklearn.datasets import load_digits
@@ -150,11 +150,10 @@ class DigitsDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        replica = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
         return DataLoader(
             self._train,
             batch_size=self._batch_size,
-            sampler=SeededShuffle(self._train, self._seed, len(self._train), **replica),
+            sampler=SeededShuffle(self._train, self._seed, len(self._train), **replica_of(self)),
             num_workers=self._num_workers,
         )
 
@@ -171,12 +170,9 @@ class DigitsDataModule(L.LightningDataModule):
         return self._evaluation_loader(self._test)
 
     def _evaluation_loader(self, data: LabelledImages) -> DataLoader[Any]:
-        replica = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return DataLoader(
             data,
             batch_size=self._batch_size,
-            sampler=UnrepeatedDistributedSampler(
-                data, shuffle=False, **(replica or {"num_replicas": 1, "rank": 0})
-            ),
+            sampler=UnrepeatedDistributedSampler(data, shuffle=False, **replica_of(self)),
             num_workers=self._num_workers,
         )

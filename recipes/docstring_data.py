@@ -15,7 +15,7 @@ from typing_extensions import override
 from recipes.docstrings import Docstring, load_docstrings, split_docstrings
 from recipes.minilm import load_tokenizer
 from recipes.streaming.buckets import LengthBuckets
-from recipes.text import SeededShuffle
+from recipes.text import SeededShuffle, replica_of
 
 # Sharded ranks evaluate together, so each needs as many docstrings as the others: 2, 4 or 8 have.
 EVALUATED_MULTIPLE = 8
@@ -77,7 +77,7 @@ class DocstringDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        replica = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
+        replica = replica_of(self)
         if self._tokens_per_batch is None:
             sampler = SeededShuffle(self._train, self._seed, len(self._train), **replica)
             return self._loader(self._train, sampler)
@@ -109,10 +109,7 @@ class DocstringDataModule(L.LightningDataModule):
         return TensorDataset(tokens, torch.tensor([docstring.area for docstring in docstrings]))
 
     def _evaluation_loader(self, data: TensorDataset) -> DataLoader[Any]:
-        replica = self.trainer.distributed_sampler_kwargs if self.trainer else None
-        sampler = UnrepeatedDistributedSampler(
-            data, shuffle=False, **(replica or {"num_replicas": 1, "rank": 0})
-        )
+        sampler = UnrepeatedDistributedSampler(data, shuffle=False, **replica_of(self))
         return self._loader(data, sampler)
 
     def _loader(self, data: TensorDataset, sampler: Any) -> DataLoader[Any]:

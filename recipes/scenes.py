@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from recipes.digits import NUM_CLASSES, load_images, split_indices
-from recipes.text import SeededShuffle
+from recipes.text import SeededShuffle, replica_of
 
 SIDE = 24
 BACKGROUND = NUM_CLASSES
@@ -86,8 +86,7 @@ class ScenesDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        replica = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
-        sampler = SeededShuffle(self._train, self._seed, len(self._train), **replica)
+        sampler = SeededShuffle(self._train, self._seed, len(self._train), **replica_of(self))
         return DataLoader(self._train, batch_size=self._batch_size, sampler=sampler)
 
     @override

@@ -105,6 +105,12 @@ class SeededShuffle(DistributedSampler[int]):
         yield from order[self.rank :: self.num_replicas][: self.num_samples].tolist()
 
 
+def replica_of(data: L.LightningDataModule) -> dict[str, int]:
+    """Returns the number of data replicas and this one's index, as samplers take them."""
+    given = data.trainer.distributed_sampler_kwargs if data.trainer else None
+    return given or {"num_replicas": 1, "rank": 0}
+
+
 class TextDataModule(L.LightningDataModule):
     """Byte-level language modelling on the standard library's help topics.
 
@@ -153,11 +159,10 @@ class TextDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
-        replica = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return DataLoader(
             self._train,
             batch_size=self._batch_size,
-            sampler=SeededShuffle(self._train, self._seed, self._train_samples, **(replica or {})),
+            sampler=SeededShuffle(self._train, self._seed, self._train_samples, **replica_of(self)),
             num_workers=self._num_workers,
         )
 
@@ -187,7 +192,6 @@ class TextDataModule(L.LightningDataModule):
             )
 
     def _evaluation_loader(self) -> DataLoader[Any]:
-        replica = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return DataLoader(
             self._val,
             batch_size=self._batch_size,
@@ -195,7 +199,7 @@ class TextDataModule(L.LightningDataModule):
                 self._val,
                 shuffle=False,
                 drop_last=True,  # else a window would count twice
-                **(replica or {"num_replicas": 1, "rank": 0}),
+                **replica_of(self),
             ),
             num_workers=self._num_workers,
         )

@@ -110,7 +110,7 @@ def connect(
 ) -> Channels:
     """Opens this rank's channels. Collective: every rank of the world must call it alike.
 
-    Close them at the end: a process that exits while its threads wait in them is aborted.
+    Close them at the end: a process that exits while its threads wait in them may be aborted.
 
     Args:
         pipelines: Global ranks of each pipeline, in order.
