@@ -13,8 +13,10 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightning_dist.doctor.command import add_arguments, run_doctor
+from lightning_dist.engine.checkpoint.directory import NotSavedError, refuse_other_folder
 from lightning_dist.engine.checkpoint.files import load_full, save_full
 from lightning_dist.engine.checkpoint.metadata import reason_of
 from lightning_dist.export import add_arguments as add_export_arguments
@@ -57,7 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Runs a command that writes OUT, and prints what it says."""
-    if os.path.lexists(options.target) and not options.force:
+    target, source = Path(options.target), Path(options.source)
+    try:
+        refuse_other_folder(target)
+    except NotSavedError as error:
+        parser.error(str(error))
+    if target.resolve() in source.resolve().parents:
+        parser.error(f"{target} has {source} in it, and would be replaced. Name another file.")
+    if os.path.lexists(target) and not options.force:
         parser.error(f"{options.target} exists. Name another file, or add --force to overwrite it.")
     try:
         print(f"Wrote {options.target}: {options.work(options)}.")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_dist.__main__ import main
-from lightning_dist.engine.checkpoint.files import load_full, save_full
+from lightning_dist.engine.checkpoint.files import load_full, save_full, save_sharded
 
 
 def test_merge_overwrites_only_with_force(
@@ -41,3 +41,32 @@ def test_merge_names_what_is_no_checkpoint(
             main(["merge", "--force", str(tmp_path / f"{name}.ckpt"), str(target)])
         assert f"{name}.ckpt is no" in capsys.readouterr().err
         assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("out", ["runs", "notes"])
+def test_a_directory_of_other_files_is_never_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str
+) -> None:
+    source = tmp_path / "runs" / "in.ckpt"
+    save_full({"state_dict": {"weight": torch.ones(2)}}, source)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "precious.txt").touch()
+    before = sorted(tmp_path.rglob("*"))
+    for words in (["merge"], ["export", "--format", "torch"]):
+        with pytest.raises(SystemExit):
+            main([*words, "--force", str(source), str(tmp_path / out)])
+        assert "directory of other files" in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_never_takes_the_place_of_a_directory_around_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    around = tmp_path / "some.ckpt"
+    save_sharded({"state_dict": {"weight": torch.ones(2)}}, around, None)
+    save_full({"state_dict": {"weight": torch.ones(2)}}, around / "in.ckpt")
+    with pytest.raises(SystemExit):
+        main(["merge", "--force", str(around / "in.ckpt"), str(around)])
+    assert "would be replaced" in capsys.readouterr().err
+    main(["merge", "--force", str(around), str(around)])  # which is asked for
+    assert around.is_file()

@@ -9,6 +9,7 @@ the last checkpoint finds that name, too, and :func:`resolve` finds the director
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
 import warnings
@@ -16,6 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+_NAME_BYTES = 255  # the longest name of usual file systems
+# Files of which one is in each checkpoint that is a directory: ours, Lightning's and torch's, and
+# Hugging Face's exports.
+_MARKS = ("lightning.pt", "meta.pt", ".metadata", "model*.safetensors")
 
 
 class NotSavedError(OSError):
@@ -28,12 +34,18 @@ def temporary_name(target: Path) -> Path:
     Lightning takes each name with "ckpt_" in it for a checkpoint that it saved when SLURM ended a
     job, and counts them.
     """
-    return target.with_name(f".{target.name.replace('ckpt_', 'ckpt-')}.saving")
+    return _beside(target, f".{target.name.replace('ckpt_', 'ckpt-')}.saving")
 
 
 def aside_name(target: Path) -> Path:
     """Returns the path of the replaced directory, for file systems that cannot exchange names."""
-    return target.with_name(f"{target.stem}.replaced{target.suffix}")
+    return _beside(target, f"{target.stem}.replaced{target.suffix}")
+
+
+def _beside(target: Path, name: str) -> Path:
+    encoded = os.fsencode(name)
+    fits = len(encoded) <= _NAME_BYTES
+    return target.with_name(name if fits else hashlib.sha256(encoded).hexdigest())
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -44,7 +56,12 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Renames a written and flushed checkpoint to its own path, and removes the one before."""
+    """Renames a written and flushed checkpoint to its own path, and removes the one before.
+
+    Raises:
+        NotSavedError: See :func:`refuse_other_folder`.
+    """
+    refuse_other_folder(target)
     flush(temporary)
     aside = aside_name(target)
     if not os.path.lexists(target) or not (_is_folder(temporary) or _is_folder(target)):
@@ -63,6 +80,21 @@ def publish(temporary: Path, target: Path) -> None:
                 f" Remove what is left of it in {old}.",
                 stacklevel=2,
             )
+
+
+def refuse_other_folder(target: Path) -> None:
+    """Checks that a save to a path would remove a checkpoint, if anything.
+
+    Raises:
+        NotSavedError: There is a directory of other files.
+    """
+    if not _is_folder(target) or any(any(target.glob(mark)) for mark in _MARKS):
+        return
+    if any(target.iterdir()):
+        raise NotSavedError(
+            f"{target} is a directory of other files, and no checkpoint. A save would remove it."
+            f" Name a path in it, such as {target / 'last.ckpt'}."
+        )
 
 
 def link(path: Path, target: Path) -> None:
@@ -141,6 +173,7 @@ def describe_failure(path: str | os.PathLike[str], error: BaseException) -> str:
     """Returns a sentence on a save that an error has ended, with the free bytes of its disk."""
     if isinstance(error, NotSavedError):
         return str(error)
+    error = storage_error(error) or error
     why = f"{type(error).__name__}: {error}".rstrip(".")
     failed = f"{os.fspath(path)} was not saved: {why}."
     if "://" in os.fspath(path):
@@ -152,7 +185,9 @@ def describe_failure(path: str | os.PathLike[str], error: BaseException) -> str:
     return failed + kept
 
 
-def is_storage_error(error: BaseException) -> bool:
-    """Returns whether an error or one of its causes is an error of the file system."""
+def storage_error(error: BaseException) -> OSError | None:
+    """Returns the file system's error that an error is, or by which it was caused, if any."""
+    if isinstance(error, OSError):
+        return error
     before = error.__cause__ or error.__context__
-    return isinstance(error, OSError) or (before is not None and is_storage_error(before))
+    return None if before is None else storage_error(before)

@@ -239,7 +239,7 @@ def save_full(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> No
             directory.write(temporary, partial(torch.save, dict(checkpoint)))
             directory.publish(temporary, target)
         except Exception as error:
-            if not directory.is_storage_error(error):
+            if directory.storage_error(error) is None:
                 raise
             raise directory.NotSavedError(directory.describe_failure(target, error)) from error
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from lightning_dist.engine.checkpoint.directory import (
     NotSavedError,
     describe_failure,
-    is_storage_error,
     resolve,
+    storage_error,
 )
 from lightning_dist.engine.checkpoint.places import Draft, Place
 from lightning_dist.engine.common.device_group import gather_objects
@@ -121,7 +121,7 @@ class JointSave:
                 rank = min(error.causes)
                 cause = error.causes[rank]
             failure = describe_failure(self._path, cause)
-            own = _Report(host, None, failure, rank, is_storage_error(cause))
+            own = _Report(host, None, failure, rank, storage_error(cause) is not None)
         if self._group is None:
             return [own], cause
         return gather_objects(own, self._group), cause

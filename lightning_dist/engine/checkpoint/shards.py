@@ -16,7 +16,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
 
+from lightning_dist.engine.checkpoint.directory import storage_error
 from lightning_dist.engine.checkpoint.joint_save import RanksFailedError
 from lightning_dist.engine.checkpoint.metadata import ShardReader, reason_of
 from lightning_dist.engine.tensors.dtensor import is_storable
@@ -33,10 +38,30 @@ def write_shards(
     # A thread may write with a group, and Python's warning filters belong to all threads.
     with _silent_about_one_process() if group is None else nullcontext():
         try:
-            dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
+            dcp.save(
+                tensors,
+                checkpoint_id=folder,
+                storage_writer=_DiskWriter(folder) if isinstance(folder, Path) else None,
+                process_group=group,
+                no_dist=group is None,
+            )
         except dcp.CheckpointException as error:
             causes = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
             raise RanksFailedError(causes) from error
+
+
+class _DiskWriter(dcp.FileSystemWriter):
+    """Raises the file system's error where torch's writer of a file raises one of its own.
+
+    Other ranks learn of an error without its causes.
+    """
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise storage_error(error) or error from error
 
 
 def read_shards(

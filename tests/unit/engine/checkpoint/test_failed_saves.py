@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,11 @@ from lightning_dist.engine.checkpoint.directory import NotSavedError, temporary_
 from lightning_dist.engine.checkpoint.files import load_full, save_full, save_sharded
 from lightning_dist.engine.checkpoint.places import Draft
 
+Save = Callable[[dict[str, Any], Path], None]
+SAVES = [
+    pytest.param(save_full, id="file"),
+    pytest.param(partial(save_sharded, group=None), id="shards"),
+]
 NAMES = ("one", "two", "three", "four", "five")
 
 
@@ -110,3 +117,38 @@ def test_a_disk_that_is_gone_does_not_hide_the_cause(
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(NotSavedError, match="not saved: OSError: .* No space left on device.$"):
         save_full(checkpoint(1), tmp_path / "some.ckpt")
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_directory_of_other_files_is_never_replaced(tmp_path: Path, save: Save) -> None:
+    target = tmp_path / "runs"
+    target.mkdir()
+    save(checkpoint(1), target)  # an empty one may go
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    target.mkdir()
+    (target / "precious.txt").touch()
+    with pytest.raises(NotSavedError, match=r"runs is a directory of other files.*runs/last.ckpt"):
+        save(checkpoint(2), target)
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "precious.txt"]
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_disk_that_takes_no_more_is_the_file_systems_error(tmp_path: Path, save: Save) -> None:
+    big = {"epoch": 1, "state_dict": {"weight": torch.ones(10_000)}}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(NotSavedError, match="not saved: OSError: .* File too large"):
+            save(big, tmp_path / "some.ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_the_longest_name_of_a_file_system_can_be_saved_twice(tmp_path: Path, save: Save) -> None:
+    path = tmp_path / f"{'n' * 250}.ckpt"
+    for epoch in (1, 2):
+        save(checkpoint(epoch), path)
+        assert load_full(path)["epoch"] == epoch
+    assert list(tmp_path.iterdir()) == [path]
