@@ -33,38 +33,31 @@ def write_chrome_trace(
         for rank in range(timeline.num_ranks)
     ]
     events = [_event(span, zero) for span in timeline.spans]
-    events += [_loop_event(phase, zero) for phase in loop]
+    events += [_event(phase, zero) for phase in loop]
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}, file)
 
 
-def _event(span: Span, zero_seconds: float) -> dict[str, Any]:
-    waits = span.kind in (SpanKind.WAIT, SpanKind.COMMUNICATION)
-    return {
-        "name": str(span.action),
-        "cat": span.kind.value,
+def _event(part: Span | Phase, zero_seconds: float) -> dict[str, Any]:
+    times = {
         "ph": "X",
-        "pid": span.rank,
-        "tid": "communication" if waits else "compute",
-        "ts": (span.start_seconds - zero_seconds) * 1e6,
-        "dur": span.duration_seconds * 1e6,
-        "args": {
-            "stage": span.action.stage_index,
-            "microbatch": span.action.microbatch_index,
-            "kind": span.action.kind.name.lower(),
-        },
+        "pid": part.rank,
+        "ts": (part.start_seconds - zero_seconds) * 1e6,
+        "dur": part.duration_seconds * 1e6,
     }
-
-
-def _loop_event(phase: Phase, zero_seconds: float) -> dict[str, Any]:
+    if isinstance(part, Phase):
+        return {"name": part.kind.value, "cat": _LOOP, "tid": _LOOP, **times}
+    action, waits = part.action, part.kind in (SpanKind.WAIT, SpanKind.COMMUNICATION)
     return {
-        "name": phase.kind.value,
-        "cat": _LOOP,
-        "ph": "X",
-        "pid": phase.rank,
-        "tid": _LOOP,
-        "ts": (phase.start_seconds - zero_seconds) * 1e6,
-        "dur": phase.duration_seconds * 1e6,
+        "name": str(action),
+        "cat": part.kind.value,
+        "tid": "communication" if waits else "compute",
+        **times,
+        "args": {
+            "stage": action.stage_index,
+            "microbatch": action.microbatch_index,
+            "kind": action.kind.name.lower(),
+        },
     }
 
 

@@ -19,7 +19,6 @@ from typing import Any, Unpack
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -332,23 +331,6 @@ class ParameterServerStrategy(DataParallelStrategy):
         if living != self._living:
             self._living, self._survivors, self._lengths = living, {}, None
             self._undo += (reduce_metrics_over(self.module.modules(), self.world_group),)
-
-    @override
-    def reduce(
-        self,
-        tensor: Tensor | Any,
-        group: Any | None = None,
-        reduce_op: ReduceOp | str | None = "mean",
-    ) -> Tensor | Any:
-        self.check_peers()
-        return super().reduce(tensor, group, reduce_op)
-
-    @override
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        self.check_peers()
-        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def _group(

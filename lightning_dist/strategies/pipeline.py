@@ -42,7 +42,6 @@ from lightning_dist.engine.splitting.config import (
     with_whole_batches,
 )
 from lightning_dist.strategies.base import lightning_internals, model_checks
-from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.ending.brief_errors import brief_mistakes
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
@@ -59,7 +58,6 @@ from lightning_dist.strategies.pipelining.results.staleness_log import (
     STASH_BYTES,
 )
 from lightning_dist.strategies.pipelining.session import Session
-from lightning_dist.strategies.pipelining.start_line import StartLine
 
 
 class PipelineStrategy(MeasuredStages, TracesModels, MovableLayers):
@@ -261,15 +259,8 @@ class PipelineStrategy(MeasuredStages, TracesModels, MovableLayers):
             complete_early=self.complete_early,
             optimizer=next(iter(self.optimizers), None),
             logged=self._logged,
+            statistics=self._statistics,
         )
-        line = StartLine(
-            self._session.pipeline,
-            self.mesh,
-            self._split.source,
-            self._statistics,
-            are_synced=self.has_joint_statistics,
-        )
-        self._undo += (add_first_callback(trainer, line),)
 
     @override
     def close_session(self) -> None:

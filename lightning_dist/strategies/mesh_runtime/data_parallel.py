@@ -132,6 +132,7 @@ class DataParallelStrategy(RunSetup):
         group: Any | None = None,
         reduce_op: ReduceOp | str | None = "mean",
     ) -> Tensor | Any:
+        self.check_peers()
         if self._evaluation_lengths is not None and group is None:
             self._evaluation_lengths.combine_in_step()
         return super().reduce(tensor, group, reduce_op)
@@ -140,6 +141,7 @@ class DataParallelStrategy(RunSetup):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
+        self.check_peers()
         if self._evaluation_lengths is not None and group in (None, dist.group.WORLD):
             self._evaluation_lengths.combine_in_step()
         return super().all_gather(tensor, group, sync_grads)

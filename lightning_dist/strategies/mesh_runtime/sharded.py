@@ -26,7 +26,7 @@ from lightning_dist.engine.parallelize.separate_updates import check_separate_up
 from lightning_dist.engine.sharding.fully_shard import is_left_whole
 from lightning_dist.engine.tensors.dtensor import take_whole_numbers
 from lightning_dist.strategies.base import lightning_internals
-from lightning_dist.strategies.base.callback_order import add_first_callback, is_overridden_by_user
+from lightning_dist.strategies.base.callback_order import is_overridden_by_user
 from lightning_dist.strategies.base.clipping import ClipGradNorm, norms_of_whole_gradient
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.model_checks import (
@@ -139,8 +139,7 @@ class ShardedStrategy(ShardedPlacement):
             self._replica = WrappedReplica(self.module, self.replica_options(exchange))
         if self.mesh.pp > 1:
             assert isinstance(self.sharded, StagedModule)
-            line = self.sharded.open(self, self._complete_gradients)
-            self._undo += (add_first_callback(trainer, line),)
+            self.sharded.open(self, self._complete_gradients)
 
     @override
     def drain(self) -> None:

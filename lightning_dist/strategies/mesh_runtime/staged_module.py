@@ -34,7 +34,6 @@ from lightning_dist.strategies.base.run_setup import Closure, Step, StepContext
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.pipelining.checks import arguments_of_step
 from lightning_dist.strategies.pipelining.session import Session, WrappedStages
-from lightning_dist.strategies.pipelining.start_line import StartLine
 
 
 class StagedModule(ShardedModule):
@@ -85,10 +84,8 @@ class StagedModule(ShardedModule):
         for stage, root in self._root_of.items():
             put_placed(self._split.layers, self._split.layers_per_stage, stage, root)
 
-    def open(
-        self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]
-    ) -> StartLine:
-        """Begins a run, and returns the callback that describes the pipeline. Collective."""
+    def open(self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]) -> None:
+        """Begins a run. Collective."""
         gradients = None if self.is_whole else self.gradients
         wrapped = WrappedStages(
             layers=self.root,
@@ -98,14 +95,12 @@ class StagedModule(ShardedModule):
             begin_sums=self.begin_sums,
         )
         self.session = Session(
-            strategy, self._split, self._config, complete_gradients, wrapped=wrapped
-        )
-        return StartLine(
-            self.session.pipeline,
-            strategy.mesh,
-            self._split.source,
-            self._statistics,
-            are_synced=strategy.has_joint_statistics,
+            strategy,
+            self._split,
+            self._config,
+            complete_gradients,
+            wrapped=wrapped,
+            statistics=self._statistics,
         )
 
     @override

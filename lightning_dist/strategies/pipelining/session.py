@@ -28,6 +28,7 @@ from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.ties import Tie, find_ties
 from lightning_dist.engine.stashing.policy import Predict
 from lightning_dist.engine.tensors.patch import with_hooks
+from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.clipping import norms_of_whole_gradient
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.precision_plugin import half_precision_of
@@ -39,6 +40,7 @@ from lightning_dist.strategies.pipelining.results.rank_zero_calls import RankZer
 from lightning_dist.strategies.pipelining.results.stage_metrics import StageMetrics
 from lightning_dist.strategies.pipelining.results.staleness_log import DISCREPANCY, StalenessLog
 from lightning_dist.strategies.pipelining.results.step_state import StepState
+from lightning_dist.strategies.pipelining.start_line import StartLine
 from lightning_dist.strategies.pipelining.step_runner import StepRunner
 from lightning_dist.strategies.pipelining.updates import Updates
 
@@ -80,6 +82,7 @@ class Session:
             the update is due (2BW).
         wrapped: How the stages run.
         logged: Names of the values of :mod:`.staleness_log` to log.
+        statistics: Modules that compute statistics of the batch.
 
     Attributes:
         step_state: Shares what steps leave in the module.
@@ -98,6 +101,7 @@ class Session:
         wrapped: WrappedStages = WrappedStages(),  # noqa: B008  (it is frozen)
         optimizer: Optimizer | None = None,
         logged: Collection[str] = (),
+        statistics: Sequence[str] = (),
     ) -> None:
         module, mesh, device = strategy.module, strategy.mesh, strategy.root_device
 
@@ -197,6 +201,9 @@ class Session:
 
             # 6. The hooks' log, for which stages tell each other which hooks they have.
             self._hook_log = HookLog(module, stages, asynchronous=self.pipeline.asynchronous)
+            are_synced = strategy.has_joint_statistics
+            line = StartLine(self.pipeline, mesh, split.source, statistics, are_synced=are_synced)
+            self._remove_line = add_first_callback(module.trainer, line)
             if_it_fails.pop_all()
 
     @property
@@ -208,6 +215,7 @@ class Session:
         """Closes all parts. Collective: every rank must call it."""
         if failed:
             self.pipeline.clear()
+        self._remove_line()
         self._hook_log.close()
         self.step_state.close()
         self.pipeline.stages.on_call = None  # a cycle with a group

@@ -83,8 +83,6 @@ class Outcomes:
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
         self._held: deque[Outcome] = deque()
-        self._num_published = 0
-        self._num_delivered = 0
 
     def publish(self, outcome: Outcome | None) -> None:
         """Ends a batch on this stage.
@@ -92,28 +90,14 @@ class Outcomes:
         Args:
             outcome: The outcome on the last stage; None on the others, which receive it.
         """
-        self._num_published += 1
         if outcome is None:
             return
         self._held.append(outcome)
         for sender in self._channels.results_out:
             sender.send(outcome)
 
-    def deliver(self, num_held_back: int) -> list[Outcome]:
-        """Returns the outcomes that each stage may know now, and waits for those still to come.
-
-        Args:
-            num_held_back: Number of the newest batches to leave for later.
-
-        Returns:
-            The outcomes, oldest first, each once.
-        """
-        due = self._num_published - num_held_back - self._num_delivered
-        outcomes = [self._next() for _ in range(due)]
-        self._num_delivered += len(outcomes)
-        return outcomes
-
-    def _next(self) -> Outcome:
+    def next(self) -> Outcome:
+        """Returns the oldest outcome that this stage has not taken yet, and waits for it."""
         if self._channels.results_in is None:
             return self._held.popleft()
         received = self._channels.results_in.receive()
@@ -238,8 +222,9 @@ class StepRunner:
 
     def forget(self) -> None:
         """Forgets the training batches that :meth:`train` has held back."""
-        self._outcomes.deliver(num_held_back=0)
-        self._undelivered.clear()
+        while self._undelivered:
+            self._undelivered.popleft()
+            self._outcomes.next()
 
     def evaluate(self, method: Step, arguments: Sequence[Any], context: StepContext) -> Any:
         """Runs a validation, test or prediction batch.
@@ -260,7 +245,7 @@ class StepRunner:
         )
         self._check_comparison(name)
         self._publish(results, batch, (name, *rest[1:]))
-        (outcome,) = self._outcomes.deliver(num_held_back=0)
+        outcome = self._outcomes.next()
         self._log.replay(outcome.log)
         self._rank_zero_calls.make(outcome.rank_zero_calls)
         return outcome.result
@@ -316,8 +301,8 @@ class StepRunner:
 
     def _deliver(self, num_held_back: int, *, in_batch: bool = False) -> None:
         trainer = self._module.trainer
-        outcomes = self._outcomes.deliver(num_held_back)
-        for index, outcome in enumerate(outcomes):
+        while len(self._undelivered) > num_held_back:
+            outcome = self._outcomes.next()
             step, own_calls = self._undelivered.popleft()
             if own_calls is not None and outcome.module_calls is not None:
                 check_calls(own_calls, outcome.module_calls, [*self._pipeline.stages])
@@ -326,7 +311,7 @@ class StepRunner:
             self._rates.install(outcome.rates)
             self._last_result = outcome.result
             trainer.should_stop = trainer.should_stop or outcome.should_stop
-            is_newest = index == len(outcomes) - 1
+            is_newest = len(self._undelivered) == num_held_back
             # If an outcome is known in its own batch, Lightning logs it at the end of the batch.
             # By then it is also known whether a callback stops there.
             is_at_hand = in_batch and is_newest and num_held_back == 0
