@@ -111,14 +111,13 @@ class ProcessMesh(ParallelStrategy):
 
         ``self.global_rank``, ``trainer.is_global_zero`` and ``rank_zero_only`` go by it.
         """
-        own = self.global_rank
-        self._shown_rank = rank
+        before, self._shown_rank = self._shown_rank, rank
         lightning_internals.set_rank_of_rank_zero_functions(rank)
         try:
             yield
         finally:
-            self._shown_rank = None
-            lightning_internals.set_rank_of_rank_zero_functions(own)
+            self._shown_rank = before
+            lightning_internals.set_rank_of_rank_zero_functions(self.global_rank)
 
     @property
     @override

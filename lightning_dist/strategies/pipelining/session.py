@@ -278,6 +278,7 @@ def _rank_zero_calls(
         strategy.module,
         is_source=with_first and rank == last_rank,
         as_seen=partial(strategy.shown_as, seen),
+        as_itself=partial(strategy.shown_as, rank),
     )
 
 

@@ -69,6 +69,9 @@ def show(devices: int, name: str, folder: str) -> set[str]:
     module = make_module(Showing)
     trainer.fit(module, make_loader(24), make_loader(8))
     assert [type(logger) for logger in trainer.loggers] == [TensorBoardLogger, CSVLogger]
+    # Others would open files of events, or runs of a service, beside those of rank 0.
+    opened = [getattr(logger, "_experiment") is not None for logger in trainer.loggers]  # noqa: B009
+    assert opened == [trainer.is_global_zero] * 2
     return module.folders
 
 

@@ -31,7 +31,9 @@ class RankZeroCalls:
     Args:
         module: The user's module; in steps it prints nothing, and its trainer has other loggers.
         is_source: Whether this rank is the last stage, of the replica with rank 0.
-        as_seen: Creates the context manager in which a step sees this rank.
+        as_seen: Creates the context manager in which a step sees this rank as another.
+        as_itself: Creates the one in which loggers see this rank, or they would open files and
+            runs for rank 0.
     """
 
     def __init__(
@@ -40,10 +42,12 @@ class RankZeroCalls:
         *,
         is_source: bool,
         as_seen: Callable[[], AbstractContextManager[None]] = nullcontext,
+        as_itself: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._module = module
         self._is_source = is_source
         self._as_seen = as_seen
+        self._as_itself = as_itself
         self._calls: list[RankZeroCall] = []
 
     @contextmanager
@@ -55,10 +59,10 @@ class RankZeroCalls:
             return
         own = trainer.loggers
         trainer.loggers = [
-            cast("Logger", _Noting(logger, ("loggers", number), self._note))
+            cast("Logger", _NotingLogger(logger, ("loggers", number), self._note, self._as_itself))
             for number, logger in enumerate(own)
         ]
-        undo = replace_method(self._module, "print", _Noting(print, ("print",), self._note))
+        undo = replace_method(self._module, "print", _Noting(("print",), self._note))
         try:
             with self._as_seen():
                 yield
@@ -96,22 +100,47 @@ class RankZeroCalls:
 
 
 class _Noting:
-    """A logger, a part of one, or a function, whose calls are noted."""
+    """Something of rank 0, such as an experiment, whose calls are noted; so are those of parts."""
 
-    def __init__(self, real: Any, path: _Path, note: Callable[[_Path, Any], None]) -> None:
-        self._real = real
+    def __init__(self, path: _Path, note: Callable[[_Path, Any], None]) -> None:
         self._path = path
         self._note = note
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._real) if isinstance(self._real, Logger) else _Noting
-
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._real, name)
-        if callable(value) or name == "experiment":
-            return _Noting(value, (*self._path, name), self._note)
-        return value
+        if name.startswith("__"):  # by which others ask what an object can do
+            raise AttributeError(name)
+        return _Noting((*self._path, name), self._note)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._note((*self._path, "__setitem__"), ((key, value), {}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._note(self._path, (args, kwargs))
+
+
+class _NotingLogger:
+    """A logger, whose calls and experiment are noted, and whose values are this rank's."""
+
+    def __init__(
+        self,
+        real: Logger,
+        path: _Path,
+        note: Callable[[_Path, Any], None],
+        as_itself: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._real = real
+        self._path = path
+        self._note = note
+        self._as_itself = as_itself
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._real)
+
+    def __getattr__(self, name: str) -> Any:
+        noting = _Noting((*self._path, name), self._note)
+        if name == "experiment":
+            return noting
+        with self._as_itself():
+            value = getattr(self._real, name)
+        return noting if callable(value) else value
