@@ -118,7 +118,7 @@ def fill_axis(world_size: int, name: str, size: int | Literal["auto"]) -> int:
     if world_size % size:
         raise ValueError(
             f"{name}={size} does not divide the world of {world_size} processes; use one of"
-            f" {_divisors(world_size)}, or 'auto' for all."
+            f" {divisors(world_size)}, or 'auto' for all."
         )
     return size
 
@@ -142,11 +142,12 @@ def _nearest(asked: MeshShape, world_size: int, axes: Mapping[str, int | str]) -
 def _meshes(world_size: int) -> list[MeshShape]:
     return [
         MeshShape(pp, replicate, shard, world_size // (pp * replicate * shard))
-        for pp in _divisors(world_size)
-        for replicate in _divisors(world_size // pp)
-        for shard in _divisors(world_size // (pp * replicate))
+        for pp in divisors(world_size)
+        for replicate in divisors(world_size // pp)
+        for shard in divisors(world_size // (pp * replicate))
     ]
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Lists the divisors of a number, in rising order."""
     return [d for d in range(1, number + 1) if number % d == 0]

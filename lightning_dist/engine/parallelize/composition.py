@@ -26,13 +26,12 @@ from lightning_dist.engine.data_parallel.wrapped_replica import WrappedReplica
 from lightning_dist.engine.parallelize.find_stages import find_stages
 from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.parallelize.shard_config import ShardConfig
-from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.sharding.call_hooks import return_no_views
 from lightning_dist.engine.sharding.fully_shard import ShardingOptions
 from lightning_dist.engine.sharding.fully_shard import shard as fully_shard
-from lightning_dist.engine.sharding.manual_steps import WithCalled, check_called
+from lightning_dist.engine.sharding.manual_steps import called_units, check_called
 from lightning_dist.engine.sharding.recompute import checkpoint_activations, choose_recomputed
-from lightning_dist.engine.sharding.wrap import ByClass, Unit, WrapPolicy
+from lightning_dist.engine.sharding.wrap import ByClass, Unit
 from lightning_dist.engine.sharding.wrap_summary import WrapSummary, describe
 from lightning_dist.engine.splitting.cut import layers_of
 from lightning_dist.engine.splitting.find_layers import refuse_ties
@@ -194,26 +193,6 @@ def _kept_in_compiled(module: nn.Module, units: list[Unit], asked: Parallelism) 
     return [name for name in found if any(name.startswith(f"{other}.") for other in others)]
 
 
-@dataclass(frozen=True)
-class BesideKept(WrapPolicy):
-    """The user's policy, with a unit of its own for each module that stays in fp32."""
-
-    policy: WrapPolicy
-    half: HalfPrecision | None
-    is_possible: Callable[[str], bool]
-
-    def __str__(self) -> str:
-        """Returns the user's policy as text."""
-        return str(self.policy)
-
-    def choose(self, module: nn.Module) -> list[Unit]:
-        """Returns the units that stay in fp32, then the policy's units."""
-        shardable = shardable_modules(module)
-        kept = [] if self.half is None else self.half.kept(module)
-        units = [Unit(n, keep_fp32=True) for n in kept if n in shardable and self.is_possible(n)]
-        return units + self.policy.choose(module)
-
-
 def _keep_all(_: str) -> bool:
     return True
 
@@ -236,9 +215,13 @@ def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | 
     if split is not None and split.layers.mirror is not None:
         return []  # of a traced stage no module is called
     is_possible = _keep_all if split is None else split.is_in_a_layer
+    shardable = shardable_modules(module)
+    kept = [] if asked.half is None else asked.half.kept(module)
+    chosen = policy.choose(module)
     if asked.is_manual:
-        policy = WithCalled(policy)
-    units = BesideKept(policy, asked.half, is_possible).select(module)
+        chosen = [*chosen, *called_units(module, chosen)]
+    apart = [Unit(n, keep_fp32=True) for n in kept if n in shardable and is_possible(n)]
+    units = policy.arrange(module, [*apart, *chosen])
     if split is None:
         return units
     units = [unit for unit in units if not split.is_beside(unit.name)]  # others stay whole

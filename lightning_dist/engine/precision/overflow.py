@@ -6,7 +6,7 @@ and loss scales would differ. How the ranks can agree depends on when they updat
 ===========================  ======================================================================
 class                        a step is skipped if
 ===========================  ======================================================================
-:class:`LocalOverflow`       this process has a gradient that is not finite
+:class:`Overflow`            this process has a gradient that is not finite
 :class:`AllReducedOverflow`  any rank has one; for updates together; one number is all-reduced
 :class:`AsyncOverflow`       any rank has one; for late updates; all-reduced during the next batch
 :class:`PerStageOverflow`    the *stage* has one: when an early stage detects it, later stages have
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,11 @@ from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.tensors.dtensor import local_part
 
 
-class Overflow(Protocol):
-    """Decides which steps are skipped, and reports the outcomes."""
+class Overflow:
+    """Decides which steps are skipped; by itself for one process, or several of equal gradients."""
+
+    def __init__(self) -> None:
+        self._decided: deque[bool] = deque()
 
     def decide(self, gradients: Iterable[Tensor]) -> bool:
         """Returns whether a step is skipped. Collective: every rank must call it for each step.
@@ -39,24 +41,11 @@ class Overflow(Protocol):
         Args:
             gradients: This rank's complete gradients.
         """
-
-    def outcomes(self) -> Iterator[bool]:
-        """Yields whether steps overflowed, of those decided on all ranks and not yet reported."""
-
-
-class LocalOverflow(Overflow):
-    """Decides for one process, or for several that have the same gradients."""
-
-    def __init__(self) -> None:
-        self._decided: deque[bool] = deque()
-
-    @override
-    def decide(self, gradients: Iterable[Tensor]) -> bool:
         self._decided.append(self._look(gradients))
         return self._decided[-1]
 
-    @override
     def outcomes(self) -> Iterator[bool]:
+        """Yields whether steps overflowed, of those decided on all ranks and not yet reported."""
         while self._decided:
             yield self._decided.popleft()
 
@@ -64,7 +53,7 @@ class LocalOverflow(Overflow):
         return not are_finite(gradients)
 
 
-class AllReducedOverflow(LocalOverflow):
+class AllReducedOverflow(Overflow):
     """Decides for the ranks of a group, which update together."""
 
     def __init__(self, group: DeviceGroup) -> None:
@@ -77,7 +66,7 @@ class AllReducedOverflow(LocalOverflow):
         return bool(found.item())
 
 
-class AsyncOverflow(LocalOverflow):
+class AsyncOverflow(Overflow):
     """Decides for gradients that are complete some micro-batches before their update is due.
 
     Args:

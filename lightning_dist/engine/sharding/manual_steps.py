@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.sharding.fully_shard import is_indivisible, reshard
-from lightning_dist.engine.sharding.wrap import Unit, WrapPolicy
+from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.tensors.module_tree import (
     outermost,
     parameter_uses,
@@ -52,22 +51,11 @@ class ManualSteps:
             reshard(self._root)
 
 
-@dataclass(frozen=True)
-class WithCalled(WrapPolicy):
-    """The user's policy, with a unit for each other module that a step calls."""
-
-    policy: WrapPolicy
-
-    def __str__(self) -> str:
-        """Returns the user's policy as text."""
-        return str(self.policy)
-
-    def choose(self, module: nn.Module) -> list[Unit]:
-        """Returns the policy's units, then the outermost modules."""
-        chosen = self.policy.choose(module)
-        called = outermost(shardable_modules(module))
-        names = {*called, *(unit.name for unit in chosen)}
-        return [*chosen, *(Unit(n) for n in without_splits(module, names) if n in called)]
+def called_units(module: nn.Module, chosen: Sequence[Unit]) -> list[Unit]:
+    """Returns a unit for each module that a step calls, beside those that a policy has chosen."""
+    called = outermost(shardable_modules(module))
+    names = {*called, *(unit.name for unit in chosen)}
+    return [Unit(name) for name in without_splits(module, names) if name in called]
 
 
 def check_called(module: nn.Module, units: Sequence[str]) -> None:

@@ -73,13 +73,18 @@ class WrapPolicy(ABC):
         """
 
     def select(self, module: nn.Module) -> list[Unit]:
-        """Returns the units in the order in which to shard them.
+        """Returns the units that the policy chooses, arranged."""
+        return self.arrange(module, self.choose(module))
+
+    def arrange(self, module: nn.Module, chosen_units: Iterable[Unit]) -> list[Unit]:
+        """Returns chosen units in the order in which to shard them.
 
         A module that is chosen twice is one unit. If the two choices have different options the
         first one counts; an option that one choice leaves open is taken from the other.
 
         Args:
             module: The model; it is not changed.
+            chosen_units: The policy's units, maybe with others.
 
         Returns:
             Units, inner modules before outer ones, never the root; a shared one by its first name.
@@ -88,7 +93,7 @@ class WrapPolicy(ABC):
             ValueError: The policy matches no module, or puts a shared parameter into two units.
         """
         chosen: dict[str, Unit] = {}
-        for unit in self.choose(module):
+        for unit in chosen_units:
             chosen[unit.name] = chosen[unit.name].or_else(unit) if unit.name in chosen else unit
         shardable = shardable_modules(module)
         for name in chosen:

@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.splitting.removed_tensors import Refusals, RemovedTensors
+from lightning_dist.engine.splitting.removed_tensors import RemovedTensors
 from lightning_dist.engine.tensors.module_tree import place_of
 from lightning_dist.engine.tensors.patch import replaced
 from lightning_dist.engine.tensors.skeleton import without_values
@@ -44,12 +44,12 @@ class PlacedParameters:
         self.module = module
         self.prefix = ""
         self.compute_dtypes: dict[str, torch.dtype] = {}
-        refusals = Refusals(
+        refusal = (
             f"The value of {{name!r}}, which lives on the {'first' if self.is_first else 'last'}"
             " stage, was asked for on another one. Use it in the model's forward only, where that"
             " stage runs, or hand on what is computed from it."
         )
-        self._removed = RemovedTensors(module, refusals)
+        self._removed = RemovedTensors(module, refusal)
         self._shapes: dict[str, Tensor] = {}
         self._device = torch.device("cpu")
 

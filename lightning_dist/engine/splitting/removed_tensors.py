@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,30 +23,18 @@ from lightning_dist.engine.tensors.remote_tensor import absent
 from lightning_dist.engine.tensors.skeleton import without_values
 
 
-@dataclass(frozen=True, slots=True)
-class Refusals:
-    """The texts of errors, with ``{name!r}`` for what is asked for.
-
-    Attributes:
-        value: For a read of a removed tensor's value in a step.
-        call: For a call of a part that lacks a tensor; None leaves its forward as it is.
-    """
-
-    value: str
-    call: str | None = None
-
-
 class RemovedTensors:
     """Parameters and buffers of a module that other ranks hold; none at first.
 
     Args:
         module: The module.
-        refusals: For :meth:`as_remote`, and for calls.
+        value: Error text, with ``{name!r}``, for a read of a removed tensor's value in a step.
+        call: For a call of a part that lacks a tensor; None leaves its forward as it is.
     """
 
-    def __init__(self, module: nn.Module, refusals: Refusals) -> None:
+    def __init__(self, module: nn.Module, value: str, call: str | None = None) -> None:
         self._module = module
-        self._refusals = refusals
+        self._value, self._call = value, call
         self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
         self._shapes: dict[str, Tensor] = {}
         self._described: dict[str, Tensor] = {}
@@ -83,11 +70,10 @@ class RemovedTensors:
             vars(self._module.get_submodule(name)).pop("forward", None)
 
     def _refuse_calls(self, names: Collection[str]) -> None:
-        call = self._refusals.call
-        if call is None:
+        if self._call is None:
             return
         for name in names:
-            refused: Callable[..., Any] = partial(_refuse, call.format(name=name))
+            refused: Callable[..., Any] = partial(_refuse, self._call.format(name=name))
             self._module.get_submodule(name).forward = refused
 
     def _skip_in_loads(self) -> None:
@@ -118,7 +104,7 @@ class RemovedTensors:
     def describe(self, device: torch.device) -> None:
         """Makes the remote tensors that :meth:`as_remote` shows, as if they were on a device."""
         self._described = {
-            name: absent(shape, shape.dtype, device, self._refusals.value.format(name=name))
+            name: absent(shape, shape.dtype, device, self._value.format(name=name))
             for name, shape in self._shapes.items()
         }
 

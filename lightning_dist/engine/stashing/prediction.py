@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, NAdam, Optimizer, RAdam
 from typing_extensions import override
 
-from lightning_dist.engine.stashing.half_versions import CastWeights
 from lightning_dist.engine.stashing.versions import ComputeWeights, WeightPolicy, WeightVersion
 
 _ADAMS = (Adam, NAdam, RAdam)  # AdamW is an Adam
@@ -130,11 +129,6 @@ class Predicted(WeightPolicy):
         self._copied_bytes[version] = sum(aliases[name].nbytes for name in copies)
         self.peak_stash_bytes = max(self.peak_stash_bytes, self.stash_bytes)
         return version
-
-    @override
-    def look(self) -> WeightVersion:
-        casts = isinstance(self._weights, CastWeights)
-        return WeightVersion(self.num_steps, self._aliases({}) if casts else {})
 
     def _aliases(self, copies: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {

@@ -144,30 +144,9 @@ def own_copy(tree: Any) -> Any:
     Not by :func:`map_tensors`: batches may be of any class, and tensors may have attributes.
     """
     try:
-        return copy.deepcopy(tree, _clones(tensors_in(tree)))
+        return copy.deepcopy(tree)
     except Exception:  # of any class, by whatever is in it: a result of autograd, a lock
         return tree
-
-
-def _clones(tensors: list[Tensor]) -> dict[int, Any]:
-    """Returns a clone of each tensor by the tensor's id, if a deepcopy would make equal ones.
-
-    A deepcopy of a tensor takes ten times as long.
-    """
-    if not all(map(_is_plain, tensors)) or len({t.data_ptr() for t in tensors}) < len(tensors):
-        return {}
-    return {id(tensor): tensor.clone() for tensor in tensors}
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has the whole of its memory, and nothing else."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.requires_grad or vars(tensor))
-        and tensor.is_contiguous()
-        and tensor.nbytes == tensor.untyped_storage().nbytes()
-    )
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_dist.engine.precision.casts import Copies, HalfCasts, half_copies, swapped_parameters
 from lightning_dist.engine.precision.gradient_range import Ranges, measure
 from lightning_dist.engine.precision.loss_scale import LossScale
-from lightning_dist.engine.precision.overflow import LocalOverflow, Overflow
+from lightning_dist.engine.precision.overflow import Overflow
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.sharding.fully_shard import is_left_whole
 from lightning_dist.engine.splitting.cut import foreign_layers, whole
@@ -47,7 +47,7 @@ class HalfPrecisionPlugin(Precision):
     def __init__(self, half: HalfPrecision, loss_scale: LossScale | None = None) -> None:
         self.half = half
         self.loss_scale = loss_scale
-        self.overflow: Overflow = LocalOverflow()
+        self.overflow: Overflow = Overflow()
         self._shards_cast = False
         self._stages: Layers | None = None
         self._divides = True
@@ -160,7 +160,7 @@ class HalfPrecisionPlugin(Precision):
             placed.compute_dtypes = {}
         self._casts, self._stages, self._shards_cast = None, None, False
         self._parameters, self._own, self._cast_here, self._copies = {}, frozenset(), (), {}
-        self._divides, self.overflow = True, LocalOverflow()
+        self._divides, self.overflow = True, Overflow()
 
     # --- steps -------------------------------------------------------------------------------
 

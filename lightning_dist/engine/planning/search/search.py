@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import product
 
-from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.mesh_shape import MeshShape, divisors
 from lightning_dist.engine.common.names import check_count
 from lightning_dist.engine.common.table import format_bytes
 from lightning_dist.engine.planning.memory import RankMemory
@@ -163,12 +163,12 @@ def all_layouts(costs: ModelCosts, machine: Machine, request: Request) -> Iterat
 
 def _meshes(costs: ModelCosts, machine: Machine) -> Iterator[MeshShape]:
     world = machine.world_size
-    for tp, pp in product([1, *costs.tensor], _divisors(world)):
+    for tp, pp in product([1, *costs.tensor], divisors(world)):
         data, rest = divmod(world, tp * pp)
         most = costs.num_layers if costs.can_cut else 1
         if rest or not data or pp > most or tp > machine.ranks_per_host:
             continue
-        for shard in _divisors(data):
+        for shard in divisors(data):
             yield MeshShape(pp, data // shard, shard, tp)
 
 
@@ -181,15 +181,11 @@ def _staged(whole: Layout, costs: ModelCosts, schedules: Sequence[str]) -> Itera
             # A parameter of two stages of one rank would be sharded twice.
             if pp * per_rank > costs.num_layers or (costs.is_tied and per_rank > 1):
                 continue
-            for count in [1] if costs.whole_batches else _divisors(whole.batch_size):
+            for count in [1] if costs.whole_batches else divisors(whole.batch_size):
                 if family.microbatch_rule.fits(pp, count):
                     yield replace(
                         whole, schedule=name, stages_per_rank=per_rank, num_microbatches=count
                     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 # --- why not -------------------------------------------------------------------------------------

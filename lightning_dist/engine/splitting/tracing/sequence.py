@@ -27,19 +27,21 @@ from lightning_dist.engine.checkpoint.saved_names import names_of_saved
 from lightning_dist.engine.splitting.blocks.blocks import without_cache
 from lightning_dist.engine.splitting.layers import LayerSequence
 from lightning_dist.engine.splitting.loss_parameters import LossParameters
-from lightning_dist.engine.splitting.removed_tensors import Refusals, RemovedTensors
+from lightning_dist.engine.splitting.removed_tensors import RemovedTensors
 from lightning_dist.engine.splitting.tracing.program import TraceProgram
 from lightning_dist.engine.tensors.compiler import refuse_wrapper
 
-_REFUSALS = Refusals(
-    value="The value of {name!r} was asked for, but its stage is on another rank. In a step only"
+_NO_VALUE = (
+    "The value of {name!r} was asked for, but its stage is on another rank. In a step only"
     " the traced module's own forward may use it, and that runs in the traced direction. Let other"
     " weights follow these, as a teacher's, in `on_train_batch_end`, by name. To run the layers"
     " another way, as an inverse to draw samples, load the checkpoint on one device, or use"
-    " DDPStrategy.",
-    call="{name!r} has parameters on another rank. Call the whole traced module, not its parts, and"
+    " DDPStrategy."
+)
+_NO_CALL = (
+    "{name!r} has parameters on another rank. Call the whole traced module, not its parts, and"
     " only inside training_step, validation_step, test_step or predict_step; for the whole model in"
-    " one process load a checkpoint with `lightning_dist.checkpoint.load_full`.",
+    " one process load a checkpoint with `lightning_dist.checkpoint.load_full`."
 )
 
 
@@ -103,7 +105,7 @@ class TracedLayers(LayerSequence):
         super().__init__(nn.Sequential(layers))
         self.program = program
         self.saved = names_of_saved(module)
-        self.away = RemovedTensors(module, _REFUSALS)
+        self.away = RemovedTensors(module, _NO_VALUE, _NO_CALL)
         self.traced_module = module
         self.of_loss = LossParameters(module)
         self.origin = "traced from its first call"

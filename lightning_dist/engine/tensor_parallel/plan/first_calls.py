@@ -37,6 +37,7 @@ from lightning_dist.engine.tensor_parallel.plan.trial_run import (
     on_the_side,
 )
 from lightning_dist.engine.tensor_parallel.plan.verify import advice, is_too_large, shardings
+from lightning_dist.engine.tensors.skeleton import skeleton_of
 from lightning_dist.engine.tensors.tree import flatten, tensors_in, unflatten
 
 _SAMPLES, _POSITIONS = 2, 64
@@ -84,7 +85,7 @@ class FirstCalls:
             key = (*kind_of(holder), *sharding.styles)
             if key not in kinds:
                 try:
-                    kinds[key] = _Kind(_skeleton(holder))
+                    kinds[key] = _Kind(skeleton_of(holder, {id(b): b for b in holder.buffers()}))
                 except Exception:  # noqa: BLE001  (the user's code, which may not be copied)
                     continue
             self._watched.append((sharding, kinds[key]))
@@ -195,15 +196,6 @@ def _usable(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if is_flat and bool((usable == usable.flatten()[0]).all()):
         return torch.rand_like(usable)  # zeros, say, would hide what is done with them
     return usable
-
-
-def _skeleton(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module that has no values of parameters, and the module's buffers."""
-    known: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
-    for parameter in module.parameters():
-        value = torch.empty_like(parameter, device="meta")
-        known[id(parameter)] = nn.Parameter(value, requires_grad=False)
-    return deepcopy(module, known)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.precision.overflow import (
     AllReducedOverflow,
     AsyncOverflow,
-    LocalOverflow,
+    Overflow,
     _vote,
     are_finite,
 )
@@ -31,7 +31,7 @@ def test_gradients_of_several_devices_have_one_vote() -> None:
 
 
 def test_each_step_is_told_once() -> None:
-    overflow = LocalOverflow()
+    overflow = Overflow()
     assert not overflow.decide([torch.ones(2)])
     assert overflow.decide([torch.tensor(float("nan"))])
     assert list(overflow.outcomes()) == [False, True]
