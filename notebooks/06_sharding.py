@@ -184,33 +184,39 @@ for name, row in peaks.items():
 # - **ZeRO-3**: each rank also keeps only its shard of the *parameters*, and gathers a unit's
 #   weights when it needs them.
 #
-# In mixed precision the sizes are others. Weights and gradients of two bytes compute; the optimizer
-# has a master weight and two means, of four bytes each. The sum is 16 again, and so is the formula.
+# So if a parameter's weight, gradient and optimizer state take $w$, $g$ and $o$ bytes, a rank holds
+# $w + g + o/N$ bytes of it under ZeRO-1, $w + (g + o)/N$ under ZeRO-2 and $(w + g + o)/N$ under
+# ZeRO-3. In `fp32` these are 4, 4 and 8 bytes. In mixed precision weights and gradients of two
+# bytes compute, and the optimizer has a master weight and two means, of four bytes each: 2, 2 and
+# 12. The sum is 16 again, but more of it is the optimizer's, so ZeRO-1 and ZeRO-2 save more.
 
 # %%
-FORMULAS = {
-    "ZeRO-1: 4 + 12/N": lambda n: 4 + 12 / n,
-    "ZeRO-2: 2 + 14/N": lambda n: 2 + 14 / n,
-    "ZeRO-3: 16/N": lambda n: 16 / n,
-}
+SIZES = {"fp32": (4, 4, 8), "mixed precision": (2, 2, 12)}  # weight, gradient, optimizer state
 ranks = [1, 2, 4, 8, 16, 32, 64]
-figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-axes.axhline(16, color="#000000", label="replicas: 16")
-for (name, formula), colour in zip(
-    FORMULAS.items(), ("#E69F00", "#009E73", "#0072B2"), strict=True
-):
-    axes.plot(ranks, [formula(n) for n in ranks], "o-", color=colour, label=name)
-axes.set_xscale("log", base=2)
-axes.set_xticks(ranks, [str(n) for n in ranks])
-axes.set(xlabel="ranks", ylabel="bytes per parameter", ylim=(0, 17))
-axes.grid(alpha=0.3)
-axes.legend(frameon=False)
+figure, both = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
+for axes, (precision, (w, g, o)) in zip(both, SIZES.items(), strict=True):
+    axes.axhline(16, color="#000000", label="replicas: 16")
+    for name, each, shared, colour in (
+        ("ZeRO-1", w + g, o, "#E69F00"),
+        ("ZeRO-2", w, g + o, "#009E73"),
+        ("ZeRO-3", 0, w + g + o, "#0072B2"),
+    ):
+        found = [each + shared / n for n in ranks]
+        axes.plot(ranks, found, "o-", color=colour, label=f"{name}: {each} + {shared}/N")
+    axes.set_title(precision, loc="left", fontsize=11)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(n) for n in ranks])
+    axes.set(xlabel="ranks", ylim=(0, 17))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.93))
+both[0].set_ylabel("bytes per parameter")
 plt.show()
 
 # %% [markdown]
-# With many ranks, ZeRO-1 takes a quarter of what replicas take, and ZeRO-2 an eighth. Only ZeRO-3
-# has no lower bound. A model of 70 billion parameters needs 1,120 GB: only ZeRO-3 gets it onto 64
-# devices of 80 GB, with 17.5 GB each.
+# With many ranks, in `fp32` ZeRO-1 takes a half of what replicas take, and ZeRO-2 a quarter; in
+# mixed precision these are a quarter and an eighth. Only ZeRO-3 has no lower bound. A model of 70
+# billion parameters needs 1,120 GB: only ZeRO-3 gets it onto 64 devices of 80 GB, with 17.5 GB
+# each.
 #
 # ## By hand
 #
@@ -356,19 +362,21 @@ if __name__ == "__main__":
 #
 # ## Measured beside the formula
 #
-# Now for the memory of the first run. `FSDPStrategy` holds a little more than the formulas above
-# say, and that little has names. Let $P$ be the bytes of all parameters, in `fp32`.
+# Now for the memory of the first run, in `fp32`. `FSDPStrategy` holds more than the formulas above
+# say, and what comes on top has names. Let $P$ be the bytes of all parameters.
 #
 # - FSDP always keeps its shard of the parameters, $P/N$. Under ZeRO-1 and ZeRO-2 the gathered
-#   parameters, $P$, come on top from forward to backward. In mixed precision these would be the
-#   copies of two bytes, and the shard would be the master weights.
+#   parameters, $P$, come on top from forward to backward. So a parameter takes $8 + 12/N$ bytes
+#   under ZeRO-1 and $4 + 16/N$ under ZeRO-2, $4/N$ more than above. In mixed precision the gathered
+#   parameters would be the copies of two bytes, and the shard would be the master weights.
 # - Under ZeRO-1 gradients add up whole until the update is due: $P$. That is its advantage, too:
 #   they travel once per update. The script takes two batches per update. With one, nothing adds up,
 #   and ZeRO-1 and ZeRO-2 hold the same.
 # - DDP holds $P$ more than 16 bytes per parameter, for the buckets in which accumulated gradients
 #   travel.
-# - Under ZeRO-3 two units are whole at a time: one computes, and the next one is being gathered. To
-#   them come the whole gradients of a unit, until they are scattered.
+# - Under ZeRO-3 two units are whole at a time: one computes, and the next one is being gathered. So
+#   is the *root*, the unit of what no other unit has (here the embedding and the head). To them
+#   come the whole gradients of a unit, until they are scattered.
 # - All hold *activations*, which the forward keeps for the backward.
 #
 # We count these, and put what was measured beside.
@@ -425,7 +433,7 @@ axes.legend(frameon=False, loc="lower right")
 plt.show()
 
 # %% [markdown]
-# For shards the count may be too low, here by up to 14 %: it leaves out the buffers of collectives,
+# For shards the count may be too low, here by up to 16 %: it leaves out the buffers of collectives,
 # from which gathered parameters are copied. `make bench-memory` measures a model of four times the
 # size, where it is off by 1 to 5 %: [choosing](../docs/choosing.md#what-a-rank-holds) has the
 # figures.
@@ -437,7 +445,9 @@ plt.show()
 # - ZeRO-1 and ZeRO-2: 2, a reduce-scatter of gradients and an all-gather of parameters. They save
 #   memory without further traffic. (With two batches per update, parameters are gathered for each,
 #   and ZeRO-2 also sends gradients for each.)
-# - ZeRO-3: 3, since parameters are gathered for the forward, and again for the backward.
+# - ZeRO-3: 3, since parameters are gathered for the forward, and again for the backward. (FSDP
+#   gathers those of the root only once: they stay whole, as the backward begins where the forward
+#   ends.)
 #
 # ## Which units?
 #
@@ -454,18 +464,20 @@ plt.show()
 LINK = Link(latency_seconds=20e-6, bytes_per_second=12.5e9)
 
 
-def seconds_per_step(units: list[int]) -> float:
-    """Adds up two all-gathers and a reduce-scatter of each unit."""
-    kinds = (MessageKind.ALL_GATHER, MessageKind.ALL_GATHER, MessageKind.REDUCE_SCATTER)
-    return sum(fastest(kind, N, v, LINK).seconds(N, v, LINK) for kind in kinds for v in units if v)
+def seconds_per_step(root: int, others: list[int]) -> float:
+    """Adds up two all-gathers of each unit, of the root one, and a reduce-scatter of each."""
+    sent = [(MessageKind.ALL_GATHER, size) for size in [root, *others, *others]]
+    sent += [(MessageKind.REDUCE_SCATTER, size) for size in [root, *others]]
+    return sum(fastest(kind, N, v, LINK).seconds(N, v, LINK) for kind, v in sent if v)
 
 
 print(f"{'':20}{'units':>6}{'whole at a time':>18}{'measured peak':>16}{'collectives':>14}")
 for name in ("ZeRO-3, one unit", "ZeRO-3", "ZeRO-3, each Linear"):
     row = peaks[name]
-    units = [size for size in row["units"] if size]
+    root, *others = row["units"]
     sizes = f"{row['whole'] / MIB:14.1f} MiB{row['peak'] / MIB:12.1f} MiB"
-    print(f"{name:20}{len(units):6}{sizes}{1e3 * seconds_per_step(units):11.1f} ms")
+    seconds = seconds_per_step(root, others)
+    print(f"{name:20}{bool(root) + len(others):6}{sizes}{1e3 * seconds:11.1f} ms")
 
 # %% [markdown]
 # A single unit is worst in memory, and its collectives are all exposed: nothing can be computed
