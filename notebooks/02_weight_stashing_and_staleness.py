@@ -140,7 +140,10 @@ for row in [*rows[:3], rows[-1]]:
 
 # %% [markdown]
 # From its second update on, the first stage's weights are stale by one update, and it keeps one
-# older version of them. The last stage's are not stale, and it keeps none. Why is that so?
+# older version of them. The last stage's are not stale, and it keeps none. (The first update is the
+# row of step 3, and the last three of the run are missing: ranks exchange these numbers without
+# waiting, so they are logged three steps later than they were measured, with two stages.) Why is
+# that so?
 #
 # ## Which weights does a batch meet?
 #
@@ -369,7 +372,7 @@ plt.show()
 # ## What does the stash cost?
 #
 # Memory. Stage $s$ keeps one version for each batch on its way, $n - s$ with the newest. We count
-# them in the schedule, beside those of `pipedream_2bw`, which needs two on any stage.
+# them in the schedule. (`pipedream_2bw` needs at most two on any stage, however many there are.)
 
 # %%
 print("weight versions kept, by stage")
