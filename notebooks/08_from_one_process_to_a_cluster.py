@@ -155,13 +155,14 @@ torch.save((torch.tensor(digits.data / 16.0 - 0.3), torch.tensor(digits.target))
 # %% [markdown]
 # Without such variables a script is its own launcher: its first process starts the others with
 # `subprocess`. So `python train.py` is enough on one machine. On several, something must start the
-# script on each of them:
+# script on each of them. Here are the commands for two machines with eight devices each:
 #
-# | launcher | on each machine runs |
-# |---|---|
-# | torchrun | `torchrun --nnodes=2 --nproc-per-node=8 --rdzv-endpoint=host0:29400 ... train.py` |
-# | SLURM | `srun python train.py`, in a job of `sbatch` |
-# | MPI | `mpirun -n 16 python train.py` |
+# - torchrun, on each machine: `torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d
+#   --rdzv-endpoint=host0:29400 train.py`
+# - SLURM, once, in the script of a job of `sbatch --nodes=2 --ntasks-per-node=8`: `srun python
+#   train.py`
+# - MPI, once, on one machine, with a file that names both: `mpirun -n 16 --hostfile hosts.txt
+#   --map-by ppr:8:node python train.py`
 #
 # The script stays as it is, but for `devices` and `num_nodes` of the Trainer.
 # [launchers](../docs/launchers.md) has these and more, with a file to begin with for each.
@@ -253,7 +254,7 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The orange run begins at step 16, so the steps from 16 to 20 were taken twice, with the same
+# The orange run begins behind step 16, so the steps from 17 to 20 were taken twice, with the same
 # samples. Where it accumulates, it shows each of the two batches of a step. In the end the weights
 # are those of the smooth run, up to the order in which sums were taken.
 #
