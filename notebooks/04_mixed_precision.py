@@ -234,7 +234,7 @@ axes.set_xlim(-40, 17)
 axes.set_xticks(range(-40, 17, 8), [f"$2^{{{x}}}$" for x in range(-40, 17, 8)])
 axes.set_xlabel("size of a gradient's element")
 axes.set_ylabel("elements")
-axes.legend(frameon=False, loc="upper right")
+axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 plt.show()
 
 lost = float((gradient.half() == 0).float().mean())
