@@ -177,7 +177,10 @@ for row in rows:
 
 # %% [markdown]
 # One model, five layouts, the same weights. Here is what the first of them did to the layers, as
-# `strategy.describe()` shows it: some layers are split `colwise`, some `rowwise`.
+# `strategy.describe()` shows it. Most are split `colwise`, by columns, or `rowwise`, by rows; both
+# come next. Two are split over the vocabulary. `vocab` is for an embedding: each rank has the
+# vectors of some tokens, gives zeros for the others, and an all-reduce adds up. `colwise_gather` is
+# for the head: each rank computes the logits of some tokens, and an all-gather joins them.
 
 # %%
 print(rows[0]["plan"])
