@@ -295,8 +295,9 @@ plt.show()
 #
 # ## The measured run
 #
-# So much for theory. The first run took the default of four micro-batches for each rank, eight. Now
-# the same script takes the other schedule.
+# So much for theory. The first run took the default of four micro-batches for each rank, eight.
+# (They are fewer where each would have a single sample, or the model has BatchNorm.) Now the same
+# script takes the other schedule.
 
 # %% language="bash"
 # python train_gpt.py pipedream 2> messages.txt
