@@ -5,9 +5,11 @@ Transformers is no dependency of the package, only of its tests.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +29,7 @@ from tests.helpers.networks.hugging_face import MODELS, build, build_untied
 from tests.helpers.networks.models import make_optimizer, make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 
+PAGE = Path(__file__).parents[4] / "docs" / "hugging_face.md"
 TOLERANCE = 1e-11
 SHARES, T5_BLOCKS = "T5ForConditionalGeneration", "model.encoder.block"
 
@@ -123,6 +126,32 @@ def test_trains_validates_predicts_and_resumes_anywhere(
     assert_equal(workers.run(2, fit_stages, v_placement, 1, None, path), once)
     assert_equal([fit("auto", 1, 2, path)], twice)
     assert_equal(workers.run(2, fit_stages, {"partition": [1, 3]}, 2, path), twice)
+
+
+def run_block(block: str) -> int:
+    import transformers
+
+    trainers = []
+
+    def on_two(devices: int, strategy: PipelineStrategy) -> L.Trainer:
+        trainers.append(make_trainer(devices=2, strategy=strategy))
+        return trainers[0]
+
+    names: dict[str, Any] = {
+        "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
+        "L": SimpleNamespace(LightningModule=L.LightningModule, Trainer=on_two),
+        "PipelineStrategy": PipelineStrategy,
+        "config": build_untied("LlamaForCausalLM", 4).config,
+        "datamodule": DataLoader([{**s, "labels": s["input_ids"]} for s in Samples(16)], 8),
+        "torch": torch,
+    }
+    exec(block, names)
+    return trainers[0].global_step
+
+
+def test_the_first_block_of_the_page_trains(workers: WorkerPool) -> None:
+    block = re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert workers.run(2, run_block, block) == [2, 2]
 
 
 class Sharing(L.LightningModule):
