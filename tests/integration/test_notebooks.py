@@ -15,9 +15,18 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 run_by_default = pytest.mark.some("01_*", "02_*", "03_*", "04_*")  # others take the time of tests
 
+# What cells with these calls print depends on the code alone.
+COUNTED = ("format_grid(", "in_flight(", "dry_run(")
+
 
 def outputs(notebook: NotebookNode) -> list[NotebookNode]:
     return [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
+
+
+def counted(notebook: NotebookNode) -> list[str]:
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    shown = [cell for cell in cells if any(call in cell.source for call in COUNTED)]
+    return [o.text for cell in shown for o in cell.outputs if o.output_type == "stream"]
 
 
 def test_each_notebook_has_a_source() -> None:
@@ -28,9 +37,10 @@ def test_each_notebook_has_a_source() -> None:
 @pytest.mark.timeout(240)
 @run_by_default
 @each_notebook
-def test_a_notebook_runs(path: Path, lessons: LessonRuns) -> None:
+def test_a_notebook_runs_and_counts_as_stored(path: Path, lessons: LessonRuns) -> None:
     notebook = lessons.outcome(path)
     assert not [o for o in outputs(notebook) if o.output_type == "error"]
+    assert counted(notebook) == counted(nbformat.read(path, as_version=4)), "make notebooks"
 
 
 @each_notebook
