@@ -398,14 +398,22 @@ print(f"measured over formula: between {min(off):+.0%} and {max(off):+.0%}")
 # %% [markdown]
 # On the left: a small tensor costs little but latency, and the tree, which has the fewest rounds,
 # is first. A large one costs little but bytes, and the ring is first. On the right: the time of the
-# naive way grows with the number of ranks, that of the tree with its logarithm, and that of the
-# ring hardly at all. The ring is why data parallelism works on thousands of devices.
+# naive way grows with the number of ranks $p$, that of the tree with its logarithm. That of the
+# ring has two parts. Its bytes hardly grow: they take $2 V / \beta$ at most, on any number of
+# ranks. Its $2 (p - 1)$ latencies grow as those of the naive way do, and here, with 5 ms each, they
+# are about half of its time on eight ranks. So a ring is for large tensors on not too many ranks.
 #
-# From which size on which one wins can be computed. The package knows two more algorithms, in which
-# ranks exchange with partners at a distance of 1, 2, 4, and so on. They need few rounds, and like
-# the tree they are at their best if the number of ranks is a power of two.
+# From which size on which one wins can be computed, and so can what comes on more ranks than we
+# have. The package knows two more algorithms, in which ranks exchange with partners at a distance
+# of 1, 2, 4, and so on. They need few rounds, and like the tree they are at their best if the
+# number of ranks is a power of two.
 
 # %%
+print("ms of an all-reduce of 2 MiB, by the formulas")
+for size in (8, 64, 1024):
+    found = {name: 1e3 * a.seconds(size, 2 * 2**20, LINK) for name, a in FORMULAS.items()}
+    print(f"{size:4} ranks:", ", ".join(f"{name} {ms:.0f}" for name, ms in found.items()))
+print("the fastest")
 for size in (4, 6, 48):
     found = winners(MessageKind.ALL_REDUCE, size, LINK)
     print(f"{size:3} ranks:", "; ".join(f"{a.name} from {v / 1024:.0f} KiB" for v, a in found))
@@ -419,10 +427,12 @@ for size in (4, 6, 48):
 # - The *all-gather* gives all ranks all parts.
 #
 # So *reduce-scatter and all-gather together are an all-reduce*. Each half sends $p - 1$ messages of
-# $V / p$ bytes from each of $p$ ranks. This is as good as it can be. To know the sum, each rank
-# must receive as many bytes as it lacks. Together, the cards carry at least $2 (p - 1) V$ bytes:
-# each part has $p - 1$ summands to bring in and $p - 1$ sums to bring out. In a ring the cards
-# share them equally, so an all-reduce takes $2 V (p - 1) / (p \beta)$ seconds at least.
+# $V / p$ bytes from each of $p$ ranks. In bytes this is as good as it can be. To know the sum, each
+# rank must receive as many bytes as it lacks. Together, the cards carry at least $2 (p - 1) V$
+# bytes: each part has $p - 1$ summands to bring in and $p - 1$ sums to bring out. In a ring the
+# cards share them equally, so an all-reduce takes $2 V (p - 1) / (p \beta)$ seconds at least. That
+# bound leaves out the latency of its messages, of which a ring has the most: $2 (p - 1)$, one after
+# another.
 #
 # Why would one want only a half? Between the two, a rank could update its part of the weights, and
 # gather the new weights in place of the gradients. It then needs the optimizer's state of its part
@@ -437,7 +447,8 @@ for size in (2, 4, 8):
     print(f"{size} ranks: ", "  ".join(f"{name} {mib:4.1f}" for name, mib in sent.items()))
 least = least_seconds_of_all_reduce(8, 2 * 2**20, LINK)
 print(f"the bound for 8 ranks: {1e3 * least:.0f} ms;", end=" ")
-print(f"the ring took {1e3 * times['slow', 8, 2048, 'ring']:.0f} ms")
+print(f"the ring took {1e3 * times['slow', 8, 2048, 'ring']:.0f} ms,", end=" ")
+print(f"{1e3 * 14 * LINK.latency_seconds:.0f} ms of them the latency of 14 messages")
 
 # %% [markdown]
 # The same runs without the waiting show something else.
@@ -448,10 +459,12 @@ for size in (2, 4, 8):
     print(f"{size} ranks: ", "  ".join(f"{name} {ms:3.0f} ms" for name, ms in found.items()))
 
 # %% [markdown]
-# Here the ring wins little or nothing. All three move $2 (p - 1) V$ bytes in all, and here two
-# cores move them, for all ranks. The formula counts what *one card* carries, and assumes that each
-# rank has a card of its own. So a test on one machine says little about a network. `make
-# bench-network` measures over links whose limits are real; its figures are in
+# Here the ring wins little or nothing, and on eight ranks it loses. All three move $2 (p - 1) V$
+# bytes in all, and here two cores move them, for all ranks. The ring does it in $2 p (p - 1)$
+# messages, the others in $2 (p - 1)$: on eight ranks 112 and 14. Each of them wakes a process, and
+# the processes share the cores. The formula counts what *one card* carries, and assumes that each
+# rank has a card and a processor of its own. So a test on one machine says little about a network.
+# `make bench-network` measures over links whose limits are real; its figures are in
 # [benchmarks](../docs/benchmarks.md#a-limited-link).
 #
 # ## What DDP's buckets hide
@@ -844,6 +857,10 @@ for momentum, rates in ((0.0, (0.05, 0.1, 0.2, 0.4)), (0.9, (0.02, 0.04, 0.08, 0
 # So does this package, for any LightningModule: `ParameterServerStrategy(mode="bounded",
 # max_staleness=8, num_servers=2)`, or `mode="async"` and `mode="sync"`. Replace `DDPStrategy()` by
 # it in `train_digits.py`. Its servers are threads on the first ranks, so all ranks are workers.
+# There each worker has equally many batches, unlike in the script above, and an epoch ends with the
+# slowest one. So it pays where slowness moves from worker to worker, and little where always the
+# same one is a straggler: [parameter_server](../docs/parameter_server.md#slow-workers) has both
+# measured.
 #
 # There is asynchrony in pipelines too, without a server: see the lesson on [weight
 # stashing](02_weight_stashing_and_staleness.ipynb).
