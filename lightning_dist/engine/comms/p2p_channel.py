@@ -12,8 +12,8 @@ tensors need a gradient by now.
 
 A communicator runs its operations in order. Two stages send to each other in both directions, and
 two ranks may have several stages, whose messages come in another order than they were sent. So each
-communicator has one direction and one use: the sends of one stage to another. No order of calls can
-deadlock then, whatever the schedule.
+communicator has one direction and one use: the sends of one stage to another. The stage must
+receive them in the order of the sends, which :func:`.lower` sees to. No schedule can deadlock then.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class P2PSender(Sender):
 
 
 class P2PReceiver(Receiver):
-    """Receives what :class:`P2PSender` sends; on an accelerator, the current stream waits.
+    """Receives what :class:`P2PSender` sends, in that order, whatever the tags.
 
-    Tensors that were sent from the host come back there. Times are those of :class:`.Inbox`; on an
-    accelerator the group's own timeout counts.
+    On an accelerator the current stream waits, and the group's own timeout counts. Else times are
+    those of :class:`.Inbox`. Tensors that were sent from the host come back there.
     """
 
     def __init__(

@@ -8,10 +8,10 @@ to compute actions.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import chain, islice, product
 from types import MappingProxyType
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
@@ -193,8 +193,12 @@ def lower(schedule: Schedule) -> Schedule:
     Orders of work have compute actions only. What follows from these is added here, once for all
     schedules: a receive before an action that needs another stage's data, a send after it, and
     reductions and updates, if there are backwards.
+
+    A stage receives in the order in which its neighbour sends, so earlier than it computes where
+    that order is another. Messages that travel point to point come in no other order.
     """
     last = schedule.num_stages - 1
+    sent = _orders_of_sends(schedule)
     rule, sizes = schedule.update_rule, (len(schedule.ranks), schedule.microbatches_per_update)
     trains = any(a.kind.ends_backward for actions in schedule.ranks for a in actions)
 
@@ -210,7 +214,12 @@ def lower(schedule: Schedule) -> Schedule:
                 continue
             receive, has_source, send, has_target = ends
             if has_source:
-                yield Action(stage, receive, index)
+                # Without the neighbour's actions, as of one rank alone, this rank's order is both.
+                order = sent.get((stage, receive), deque([index]))
+                if index in order:  # else it is received already
+                    while (earlier := order.popleft()) != index:
+                        yield Action(stage, receive, earlier)
+                    yield Action(stage, receive, index)
             yield action
             if has_target:
                 yield Action(stage, send, index)
@@ -220,6 +229,17 @@ def lower(schedule: Schedule) -> Schedule:
         for rank, own in enumerate(schedule.ranks)
     )
     return replace(schedule, ranks=ranks)
+
+
+def _orders_of_sends(schedule: Schedule) -> dict[tuple[int, ActionKind], deque[int]]:
+    """Returns what each stage receives of each kind, as micro-batches in the order of the sends."""
+    orders: defaultdict[tuple[int, ActionKind], deque[int]] = defaultdict(deque)
+    for action in chain.from_iterable(schedule.ranks):
+        if action.kind is F:
+            orders[action.stage_index + 1, ActionKind.RECV_F].append(action.microbatch_index)
+        elif action.kind in (B, I):
+            orders[action.stage_index - 1, ActionKind.RECV_B].append(action.microbatch_index)
+    return orders
 
 
 def play(schedule: Schedule) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:

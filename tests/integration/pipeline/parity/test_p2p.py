@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -33,8 +34,11 @@ State = dict[str, Tensor]
 def fit(module: L.LightningModule, batches: Any, **strategy: Any) -> State:
     """Trains an epoch, whose last batch may be smaller, and validates twice."""
     clip = None if strategy["schedule"] == "pipedream" else 0.05  # it clips by stage, and warns
-    cut = PipelineStrategy(**strategy)
-    trainer = make_trainer(devices=2, strategy=cut, max_epochs=1, gradient_clip_val=clip)
+    return train(module, batches, devices=2, strategy=PipelineStrategy(**strategy), clip=clip)
+
+
+def train(module: L.LightningModule, batches: Any, *, clip: float | None, **places: Any) -> State:
+    trainer = make_trainer(max_epochs=1, gradient_clip_val=clip, **places)
     trainer.fit(module, batches, batches)
     (outputs,) = trainer.validate(module, batches, verbose=False)
     return {**state_of(module), "val_loss": torch.tensor(outputs["val_loss"])}
@@ -45,6 +49,10 @@ def fit_over(transport: str, names: tuple[str, ...]) -> dict[str, State]:
         name: fit(make_module(), make_loader(22), schedule=name, transport=transport)
         for name in names
     }
+
+
+def fit_alone() -> State:
+    return train(make_module(), make_loader(22), devices=1, clip=0.05)
 
 
 def fit_tied(transport: str, schedule: str) -> State:
@@ -76,6 +84,30 @@ def assert_equal_bits(ranks: list[State], others: list[State]) -> None:
 def test_each_schedule_trains_the_same_bits(name: str, fitted: Any) -> None:
     packed, straight = fitted("gloo"), fitted("p2p")
     assert_equal_bits([rank[name] for rank in packed], [rank[name] for rank in straight])
+
+
+ORDERS = {
+    "activations": "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1F1,1F3,1F2,1B0,1B1,1B2,1B3\n",
+    "both": "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n",
+    "several stages": "0F2,0F0,0F1,2F1,2F2,2F0,2I0,2B2,2B1,0B1,0I2,0B0,2W0,0W2\n"
+    "1F0,1F1,1F2,3F0,3B0,3F2,3F1,3B1,3B2,1B2,1B1,1B0\n",
+}
+
+
+@pytest.mark.some("activations")
+@pytest.mark.parametrize("order", ORDERS)
+def test_stages_may_take_micro_batches_in_other_orders_than_their_neighbours(
+    workers: WorkerPool, tmp_path: Path, order: str
+) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(ORDERS[order])
+    names = (f"file:{path}",)
+    packed, straight = (workers.run(2, fit_over, way, names) for way in ("gloo", "p2p"))
+    states = [[rank[names[0]] for rank in ranks] for ranks in (packed, straight)]
+    assert_equal_bits(*states)
+    (alone,) = workers.run(1, fit_alone)
+    for name, value in (item for rank in states[1] for item in rank.items()):
+        torch.testing.assert_close(value, alone[name], rtol=1e-12, atol=1e-14, msg=name)
 
 
 @pytest.mark.some("zbv")

@@ -16,6 +16,8 @@ from lightning_dist.engine.schedules.actions import Action, ActionKind
 from lightning_dist.engine.schedules.family import ScheduleFamily
 from lightning_dist.engine.schedules.registry import SCHEDULE_NAMES, PipelineShape, find_family
 from lightning_dist.engine.schedules.rounds import Rounds
+from lightning_dist.engine.schedules.schedule import Schedule, lower
+from tests.helpers.random_schedules import random_schedules
 
 GroupOf = Callable[[int, int, tuple[int, ...]], Hashable]
 """Names the communicator of two stages, by the sending and the receiving one and all homes."""
@@ -152,6 +154,20 @@ def test_one_communicator_for_two_stages_and_a_direction_never_stands_still(
 ) -> None:
     programs, homes = programs_of(*drawn, batches, evaluates=evaluates)
     assert find_stuck(programs, homes, by_stages) == []
+
+
+@given(random_schedules(), st.integers(1, 3))
+@settings(max_examples=60)
+def test_a_random_order_never_stands_still(schedule: Schedule, num_batches: int) -> None:
+    programs = [actions * num_batches for actions in lower(schedule.validate()).ranks]
+    assert find_stuck(programs, schedule.rank_of_stage, by_stages) == []
+
+
+def test_an_order_that_neighbours_do_not_share_stands_still_without_receives_in_it() -> None:
+    forwards = [[f"0{kind}{index}" for index in (0, 1) for kind in ("F", "SEND_F")]]
+    forwards.append([f"1{kind}{index}" for index in (1, 0) for kind in ("RECV_F", "F")])
+    programs = [[Action.parse(text) for text in rank] for rank in forwards]
+    assert find_stuck(programs, (0, 1), by_stages) == ["1RECV_F1"]
 
 
 def test_one_communicator_for_both_directions_stands_still() -> None:

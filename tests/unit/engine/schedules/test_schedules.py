@@ -20,6 +20,7 @@ from lightning_dist.engine.schedules.registry import (
 from lightning_dist.engine.schedules.rounds import Stream
 from lightning_dist.engine.schedules.schedule import Schedule, ScheduleError, lower
 from lightning_dist.engine.schedules.simulator import StageCosts, makespan_seconds, simulate
+from tests.helpers.random_schedules import random_schedules
 
 stages = st.integers(1, 8)
 microbatches = st.integers(1, 16)
@@ -58,7 +59,7 @@ def test_the_short_name_of_an_action() -> None:
         Action.parse("2X0")
 
 
-@given(schedules())
+@given(st.one_of(schedules(), random_schedules()))
 @quick
 def test_schedules_are_valid_before_and_after_lowering(schedule: Schedule) -> None:
     schedule.validate()
@@ -69,6 +70,44 @@ def test_schedules_are_valid_before_and_after_lowering(schedule: Schedule) -> No
     num_updates = schedule.num_microbatches // schedule.microbatches_per_update
     for kind in (ActionKind.REDUCE_GRAD, ActionKind.STEP):
         assert sum(a.kind is kind for a in lowered) == schedule.num_stages * num_updates
+
+
+def order_of(schedule: Schedule, stage: int, kind: ActionKind) -> list[int]:
+    actions = (action for rank in schedule.ranks for action in rank)
+    return [a.microbatch_index for a in actions if (a.stage_index, a.kind) == (stage, kind)]
+
+
+@given(st.one_of(schedules(), random_schedules()))
+@quick
+def test_a_stage_receives_in_the_order_in_which_its_neighbour_sends(schedule: Schedule) -> None:
+    lowered = lower(schedule).validate()
+    for stage in range(schedule.num_stages - 1):
+        sends = order_of(lowered, stage, ActionKind.SEND_F)
+        assert order_of(lowered, stage + 1, ActionKind.RECV_F) == sends
+        sends = order_of(lowered, stage + 1, ActionKind.SEND_B)
+        assert order_of(lowered, stage, ActionKind.RECV_B) == sends
+
+
+@given(schedules())
+@quick
+def test_a_rank_alone_receives_as_in_the_whole_schedule(schedule: Schedule) -> None:
+    for rank, actions in enumerate(lower(schedule).ranks):
+        alone = tuple(own if of == rank else () for of, own in enumerate(schedule.ranks))
+        assert lower(replace(schedule, ranks=alone)).ranks[rank] == actions
+
+
+def test_what_is_sent_earlier_than_it_is_used_is_received_earlier() -> None:
+    actions = [
+        [Action.parse(text) for text in row.split(",")]
+        for row in ("0F0,0F1,0B0,0B1", "1F1,1B1,1F0,1B0")
+    ]
+    schedule = Schedule("swapped", 2, 2, tuple(map(tuple, actions))).validate()
+    first, second = (
+        [str(a) for a in rank if a.kind.is_receive or a.kind.is_compute]
+        for rank in lower(schedule).ranks
+    )
+    assert first == ["0F0", "0F1", "0RECV_B1", "0RECV_B0", "0B0", "0B1"]
+    assert second == ["1RECV_F0", "1RECV_F1", "1F1", "1B1", "1F0", "1B0"]
 
 
 @given(schedules())
