@@ -11,7 +11,7 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from typing_extensions import override
@@ -26,7 +26,7 @@ _DERIVED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_G
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFile(ScheduleFamily):
-    """A schedule from a file, which determines the sizes.
+    """A schedule from a file, which determines the sizes; smaller batches have fewer micro-batches.
 
     Attributes:
         schedule: The schedule in the file.
@@ -76,7 +76,9 @@ class ScheduleFile(ScheduleFamily):
 
     @override
     def microbatches_of(self, num_ranks: int, batch_size: int, most: int) -> int:
-        return self.schedule.num_microbatches
+        if batch_size >= most:
+            return most  # of one sample, too, since the file says so
+        return ScheduleFamily.microbatches_of(self, num_ranks, batch_size, most)
 
     @override
     def build(
@@ -86,7 +88,12 @@ class ScheduleFile(ScheduleFamily):
         num_batches: int = 1,
         only_rank: int | None = None,
     ) -> Schedule:
-        return self.schedule
+        """Returns the file's order; for fewer micro-batches, without those that are missing."""
+        ranks = tuple(
+            tuple(action for action in actions if action.microbatch_index < num_microbatches)
+            for actions in self.schedule.ranks
+        )
+        return replace(self.schedule, num_microbatches=num_microbatches, ranks=ranks)
 
 
 def read_schedule(path: str | Path) -> Schedule:

@@ -24,7 +24,7 @@ class Stream:
     """One rank's actions, batch by batch.
 
     Raises:
-        ValueError: The family takes another number of micro-batches.
+        ValueError: The family takes each batch whole.
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class Stream:
         rank: int,
     ) -> None:
         num_ranks = 1 + max(rank_of_stage)
-        family.check_microbatches(num_ranks, num_microbatches)
         rule = family.update_rule
         self.asynchronous = rule.is_asynchronous
         self.delay = rule.delay(rank, num_ranks, num_microbatches)
@@ -115,6 +114,7 @@ class Rounds:
     def __init__(self, shape: PipelineShape) -> None:
         self._shape = shape
         self._family = shape.family
+        self._family.check_microbatches(shape.num_ranks, shape.num_microbatches)
         self._stream = self._stream_of(shape.num_microbatches)
         self._streams = {shape.num_microbatches: self._stream}
         self._forward: dict[int, Round] = {}

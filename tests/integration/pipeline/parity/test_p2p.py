@@ -91,10 +91,12 @@ ORDERS = {
     "both": "0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n",
     "several stages": "0F2,0F0,0F1,2F1,2F2,2F0,2I0,2B2,2B1,0B1,0I2,0B0,2W0,0W2\n"
     "1F0,1F1,1F2,3F0,3B0,3F2,3F1,3B1,3B2,1B2,1B1,1B0\n",
+    "fewer in the last batch": "0F0,0F1,0F2,0F3,0F4,0F5,0F6,0F7,0B0,0B1,0B2,0B3,0B4,0B5,0B6,0B7\n"
+    "1F7,1B7,1F6,1B6,1F5,1B5,1F1,1F0,1F2,1B0,1B2,1B1,1F3,1B3,1F4,1B4\n",
 }
 
 
-@pytest.mark.some("activations")
+@pytest.mark.some("activations", "fewer in the last batch")
 @pytest.mark.parametrize("order", ORDERS)
 def test_stages_may_take_micro_batches_in_other_orders_than_their_neighbours(
     workers: WorkerPool, tmp_path: Path, order: str

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.actions import Action, ActionKind
+from lightning_dist.engine.schedules.csv_file import ScheduleFile
 from lightning_dist.engine.schedules.family import RankStages, ScheduleFamily
+from lightning_dist.engine.schedules.orders import forward_only
 from lightning_dist.engine.schedules.registry import (
     SCHEDULE_NAMES,
     PipelineShape,
@@ -19,8 +24,9 @@ from lightning_dist.engine.schedules.registry import (
     find_family,
 )
 from lightning_dist.engine.schedules.rounds import Rounds, Stream
-from lightning_dist.engine.schedules.schedule import lower
+from lightning_dist.engine.schedules.schedule import Schedule, lower
 from tests.helpers.processes.threads import run_ranks, shapes_of
+from tests.helpers.random_schedules import random_schedules
 
 WEIGHT, SEND = ActionKind.BACKWARD_WEIGHT, ActionKind.SEND_B
 LAYERS = {"1f1b": (1, 1), "zb_h1": (1, 1), "zbv": (1, 1, 1, 1), "pipedream_2bw": (1, 1)}
@@ -130,3 +136,31 @@ def test_a_batch_of_fewer_samples_is_cut_into_fewer_micro_batches(
     schedule: str, batch_size: int | None, expected: int
 ) -> None:
     assert Rounds(PipelineShape(schedule, 8, (1, 1), 0)).num_pieces(batch_size) == expected
+
+
+@given(random_schedules(), st.integers(1, 9))
+@settings(max_examples=60)
+def test_a_file_without_its_last_micro_batches_is_valid(schedule: Schedule, size: int) -> None:
+    """What is left of it is in the order of the file."""
+    family = ScheduleFile("file:mine.csv", forward_only, schedule=schedule)
+    most, num_ranks = schedule.num_microbatches, len(schedule.ranks)
+    count = family.microbatches_of(num_ranks, size, most)
+    assert count == (most if size >= most else max(1, size // 2))
+    cut = family.build(schedule.rank_of_stage, count)
+    assert lower(cut.validate()).validate().rank_of_stage == schedule.rank_of_stage
+    for rank, actions in enumerate(schedule.ranks):
+        assert list(cut.ranks[rank]) == [a for a in actions if a.microbatch_index < count]
+
+
+def test_a_file_cuts_a_smaller_batch_into_fewer_micro_batches(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F2,0F3,0F1,0B0,0B1,0B2,0B3\n1F3,1F2,1F1,1F0,1B3,1B2,1B1,1B0\n")
+    for keeps_pairs in (False, True):
+        shape = PipelineShape(f"file:{path}", 4, (1, 1), 1, keeps_pairs=keeps_pairs)
+        rounds = Rounds(shape)
+        assert [rounds.num_pieces(size) for size in (9, 4, 3, 2, 1)] == [4, 4, 1, 1, 1]
+        for count, expected in ((1, "1F0 1B0"), (2, "1F1 1F0 1B1 1B0")):
+            actions = [a for a in rounds.training(0, count) if a.kind.is_compute]
+            assert " ".join(map(str, actions)) == expected
+    with pytest.raises(ValueError, match="num_microbatches=2 .* which has 4"):
+        Rounds(replace(shape, num_microbatches=2))
