@@ -74,10 +74,7 @@ class Action:
         """Creates an action from its text, such as ``"2F0"`` or ``"1SEND_B3"``."""
         match = _FORMAT.fullmatch(text.strip())
         if match is None:
-            raise ValueError(
-                f"{text!r} is not an action. Write stage, kind and micro-batch, like '2F0', with"
-                f" one of the kinds {[kind.value for kind in ActionKind]}."
-            )
+            raise ValueError(f"{text!r} is not an action, such as '2F0' or '1SEND_B3'.")
         return cls(int(match[1]), ActionKind(match[2]), int(match[3]))
 
     def shifted(self, offset: int) -> Action:

@@ -131,8 +131,14 @@ def _actions(path: str | Path, rank: int, row: list[str]) -> Iterator[Action]:
         if not text or _DERIVED.fullmatch(text):
             continue
         try:
-            yield Action.parse(text)
-        except ValueError as error:
+            action = Action.parse(text)
+        except ValueError:
+            action = None
+        if action is None or not action.kind.is_compute:
+            kinds = [kind.value for kind in ActionKind if kind.is_compute]
             raise ValueError(
-                f"The schedule {str(path)!r}, row {rank + 1}, cell {column + 1}: {error}"
-            ) from error
+                f"The schedule {str(path)!r}, row {rank + 1}, cell {column + 1}: {text!r} is not an"
+                " action of a file. Write stage, kind and micro-batch, like '2F0', with one of the"
+                f" kinds {kinds}. What is sent and updated follows from these."
+            )
+        yield action

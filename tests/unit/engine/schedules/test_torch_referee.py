@@ -133,6 +133,10 @@ def test_a_file_of_torch_is_read_with_its_communication(tmp_path: Path) -> None:
         ("", "no actions"),
         ("0F0\n1F0\n", "no backwards"),
         ("0F0,0B0\n1F0,1Q0\n", "row 2, cell 2: '1Q0' is not an action"),
+        (
+            "0F0,0B0,0STEP0\n1F0,1B0\n",
+            r"row 1, cell 3: '0STEP0' is not .*one of the kinds \['F', 'B', 'I', 'W'\]\.",
+        ),
         ("0F0,0B0\n1F0\n", "misses actions: ..1B0"),
         ("0F0,0I0\n1F0,1B0\n", "misses actions: ..0W0"),
         ("7000000F0,0B0\n", "'2F0'.* and more.* stages 0 to 7000000 and micro-batches 0 to 0"),
