@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from itertools import chain, islice, product
+from itertools import chain, islice
 from types import MappingProxyType
 
 from lightning_dist.engine.schedules.actions import Action, ActionKind
@@ -117,8 +117,12 @@ class Schedule:
         if doubled:
             raise ScheduleError(f"Schedule {self.name!r} has doubled actions: {doubled}.")
         trains = any(action.kind in (B, I, W) for action in counts)
-        places = product(range(self.num_stages), range(self.num_microbatches))
-        missing = (action for place in places for action in _missing(*place, counts, trains))
+        missing = (
+            action
+            for stage in range(self.num_stages)
+            for index in range(self.num_microbatches)
+            for action in _missing(stage, index, counts, trains)
+        )
         named = [str(action) for action in islice(missing, _MOST_NAMED)]
         if named:
             more = " and more" if next(missing, None) is not None else ""

@@ -6,6 +6,7 @@ They are private, so nothing but this test depends on them.
 from __future__ import annotations
 
 import csv
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +153,18 @@ def test_a_file_that_cannot_be_executed_says_why(text: str, message: str, tmp_pa
     assert "mine.csv" in str(caught.value)
     executed = not message.startswith(("no ", "row "))
     assert isinstance(caught.value, ScheduleError) == executed
+
+
+@pytest.mark.parametrize("cell", ["0F1000000", "1000000F0", "0W1000000"])
+def test_an_index_that_is_too_large_takes_no_memory(cell: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(f"0F0,{cell},0B0\n1F0,1B0\n")
+    tracemalloc.start()
+    with pytest.raises(ScheduleError, match="misses actions: .* and more.* 1000000"):
+        read_schedule(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1e6
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
