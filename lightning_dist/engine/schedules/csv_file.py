@@ -8,6 +8,7 @@ readers a pause, and mean nothing.
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -99,14 +100,16 @@ class ScheduleFile(ScheduleFamily):
 def read_schedule(path: str | Path) -> Schedule:
     """Reads and validates a schedule with cells like ``0F0``, ``0B0``, ``0I0`` and ``0W0``.
 
+    A path may begin with ``~``.
+
     Raises:
         ValueError: The file cannot be read, a cell is no action, or the schedule cannot be
             executed.
     """
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with open(os.path.expanduser(path), newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"The schedule {str(path)!r} cannot be read: {error}.") from error
     ranks = tuple(tuple(_actions(path, rank, row)) for rank, row in enumerate(rows))
     everything = [action for actions in ranks for action in actions]

@@ -172,6 +172,21 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_schedule(tmp_path / "nowhere.csv")
 
 
+def test_a_cell_without_an_end_is_told_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0," + "x" * (csv.field_size_limit() + 1))
+    with pytest.raises(ValueError, match=r"mine\.csv' cannot be read: field larger than"):
+        read_schedule(path)
+
+
+def test_a_file_may_lie_in_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.csv").write_text("0F0,0B0\n")
+    assert build_schedule("file:~/mine.csv", num_stages=1, num_microbatches=1).num_stages == 1
+
+
 def test_a_file_of_a_spreadsheet_begins_with_a_mark(tmp_path: Path) -> None:
     path = tmp_path / "schedule.csv"
     path.write_text("0F0,0B0\n", encoding="utf-8-sig")
