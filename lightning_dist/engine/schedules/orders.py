@@ -14,7 +14,8 @@ each order.
 - Zero-bubble orders split a backward in two. The stage before waits for the gradients of a stage's
   inputs (``I``). Those of its weights (``W``) are for the optimizer only, and fill the bubble.
   Qi et al. 2023: ZB-H1 is section 2.2 (no more in flight than 1F1B), ZB-V section 6 (the same
-  memory, two stages per rank, and with equal times no bubble within a rank's span).
+  memory, two stages per rank, and with equal times no bubble within a rank's span, if there are at
+  least ``2n - 1`` micro-batches for ``n`` ranks).
 """
 
 from __future__ import annotations
