@@ -13,26 +13,26 @@ Gloo carries the schemas only.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from itertools import pairwise
 from threading import Thread
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from lightning_dist.engine.common.device_group import NEVER
 from lightning_dist.engine.comms.channel import MemoryChannel, Receiver, Sender
 from lightning_dist.engine.comms.failures.peer_failure import never_destroy
 from lightning_dist.engine.comms.gloo_channel import DistributedReceiver, DistributedSender
-from lightning_dist.engine.comms.links import ChannelEnds, ChannelSet, Links
-from lightning_dist.engine.comms.p2p_channel import GroupKey, P2PGroups, P2PReceiver, P2PSender
+from lightning_dist.engine.comms.links import ChannelEnds, Links
+from lightning_dist.engine.comms.p2p_channel import GroupKey, P2PReceiver, P2PSender, connect_ends
 
 
 @dataclass(frozen=True)
-class Channels(ChannelSet):
+class Channels:
     """All channels of one rank.
 
     Attributes:
@@ -51,18 +51,20 @@ class Channels(ChannelSet):
     p2p_groups: list[dist.ProcessGroup]
     ties: ChannelEnds[int]
 
-    @override
-    def senders(self) -> Iterable[Sender]:
-        return (*self.results_out, *self.ties.senders(), *self.links.senders())
-
-    @override
-    def receivers(self) -> Iterable[Receiver]:
+    @property
+    def _ends(self) -> ChannelEnds[int]:
         results = () if self.results_in is None else (self.results_in,)
-        return (*self.links.receivers(), *results, *self.ties.receivers())
+        senders = (*self.results_out, *self.ties.outgoing.values(), *self.links.outgoing.values())
+        receivers = (*self.links.incoming.values(), *results, *self.ties.incoming.values())
+        return ChannelEnds(dict(enumerate(senders)), dict(enumerate(receivers)))
 
-    @override
+    def interrupt(self, error: BaseException) -> None:
+        """Raises an error in each waiting or later receive."""
+        self._ends.interrupt(error)
+
     def close(self, *, failed: bool = False) -> None:
-        super().close(failed=failed)
+        """Closes the channels, when all has arrived unless the run has failed. Collective."""
+        self._ends.close(failed=failed)
         if failed:  # a message that never comes may be under way, for which NCCL would wait
             never_destroy(self.p2p_groups)
             self.p2p_groups.clear()
@@ -84,20 +86,18 @@ def wire(
         sender: Returns this rank's end of a channel from a stage to a neighbour on another rank.
         receiver: Returns this rank's end of a channel from such a neighbour to a stage.
     """
-    links = Links()
-    for stage, (home, next_home) in enumerate(pairwise(rank_of_stage)):
-        after = stage + 1
-        if home == next_home == rank:
-            down, up = MemoryChannel(), MemoryChannel()
-            links.activations_out[stage], links.activations_in[after] = down, down
-            links.gradients_out[after], links.gradients_in[stage] = up, up
-        elif home == rank:
-            links.activations_out[stage] = sender(stage, after)
-            links.gradients_in[stage] = receiver(after, stage)
-        elif next_home == rank:
-            links.activations_in[after] = receiver(stage, after)
-            links.gradients_out[after] = sender(after, stage)
-    return links
+    outgoing: dict[GroupKey, Sender] = {}
+    incoming: dict[GroupKey, Receiver] = {}
+    for stage, homes in enumerate(pairwise(rank_of_stage)):
+        down = (stage, stage + 1)
+        for ends, (source, target) in ((down, homes), (down[::-1], homes[::-1])):
+            if source == target == rank:
+                outgoing[ends] = incoming[ends] = MemoryChannel()
+            elif source == rank:
+                outgoing[ends] = sender(*ends)
+            elif target == rank:
+                incoming[ends] = receiver(*ends)
+    return ChannelEnds(outgoing, incoming)
 
 
 def connect(
@@ -133,10 +133,7 @@ def connect(
     pairs = _pairs(holders)
     ranks, groups = _open_groups(pipelines, 5 if pairs else 3)
     places = range(len(ranks)) if rank_of_stage is None else rank_of_stage
-    p2p = None
-    if p2p_backend is not None:
-        p2p = P2PGroups(pipelines, p2p_backend, device, timeout_seconds)
-    opener = _Opener(ranks, device, timeout_seconds, p2p)
+    opener = _Opener(ranks, device, timeout_seconds, pipelines, p2p_backend)
 
     activations, gradients, of_results, *of_ties = groups
     crossings = [(s, s + 1) for s, (a, b) in enumerate(pairwise(places)) if a != b]
@@ -164,7 +161,7 @@ def connect(
         results_out=tuple(results.outgoing.values()),
         results_in=next(iter(results.incoming.values()), None),
         groups=groups,
-        p2p_groups=[] if p2p is None else p2p.groups,
+        p2p_groups=opener.p2p_groups,
         ties=ChannelEnds(
             {peer: end for ends in ties for (_, peer), end in ends.outgoing.items()},
             {peer: end for ends in ties for (peer, _), end in ends.incoming.items()},
@@ -230,7 +227,9 @@ class _Opener:
     ranks: Sequence[int]  # of the pipeline
     device: torch.device
     timeout_seconds: float
-    p2p: P2PGroups | None  # None packs tensors for the gloo groups
+    pipelines: Sequence[Sequence[int]]
+    p2p_backend: str | None  # None packs tensors for the gloo groups
+    p2p_groups: list[dist.ProcessGroup] = field(default_factory=list)  # those of this rank
 
     def open(
         self,
@@ -258,7 +257,7 @@ class _Opener:
         own = self.ranks.index(dist.get_rank())
         outgoing: dict[GroupKey, Sender] = {}
         incoming: dict[GroupKey, Receiver] = {}
-        p2p = {} if self.p2p is None else self.p2p.open(places)
+        p2p = {} if self.p2p_backend is None else self._open_p2p(places)
         for key, (source, target) in places.items():
             if source == own:
                 peer = self.ranks[target]
@@ -273,3 +272,21 @@ class _Opener:
                     into = P2PReceiver(p2p[key], peer, self.device, self.timeout_seconds, into)
                 incoming[key] = into
         return ChannelEnds(outgoing, incoming)
+
+    def _open_p2p(
+        self, places: Mapping[GroupKey, tuple[int, int]]
+    ) -> dict[GroupKey, dist.ProcessGroup]:
+        """Opens communicators of two ranks and one direction, of which it returns this rank's."""
+        is_host = self.device.type == "cpu"
+        timeout = NEVER if is_host else timedelta(seconds=self.timeout_seconds)
+        found: dict[GroupKey, dist.ProcessGroup] = {}
+        for ranks in self.pipelines:
+            for key, ends in places.items():
+                sender, receiver = (ranks[place] for place in ends)
+                group = dist.new_group([sender, receiver], timeout, self.p2p_backend)
+                if dist.get_rank() in (sender, receiver):
+                    # All in one order, since both ends wait for the first message.
+                    connect_ends(group, sender, self.device)
+                    found[key] = group
+        self.p2p_groups.extend(found.values())
+        return found

@@ -6,71 +6,34 @@ each once.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
-
-from typing_extensions import override
+from typing import Generic, TypeAlias, TypeVar
 
 from lightning_dist.engine.comms.channel import Receiver, Sender
 
 Key = TypeVar("Key")
 
 
-class ChannelSet(ABC):
-    """Closes and interrupts the ends of channels; several uses may share an end."""
-
-    @abstractmethod
-    def senders(self) -> Iterable[Sender]:
-        """Returns the ends out of this process."""
-
-    @abstractmethod
-    def receivers(self) -> Iterable[Receiver]:
-        """Returns the ends into this process."""
-
-    def interrupt(self, error: BaseException) -> None:
-        """Raises an error in each waiting or later receive."""
-        for receiver in dict.fromkeys(self.receivers()):
-            receiver.interrupt(error)
-
-    def close(self, *, failed: bool = False) -> None:
-        """Closes the channels, when all has arrived unless the run has failed. Collective."""
-        for sender in dict.fromkeys(self.senders()):
-            sender.close(failed=failed)
-        for receiver in dict.fromkeys(self.receivers()):
-            receiver.close(failed=failed)
-
-
 @dataclass(frozen=True)
-class Links(ChannelSet):
-    """The channels of one rank to its neighbours, by this rank's stage; stages may share one."""
-
-    activations_in: dict[int, Receiver] = field(default_factory=dict)
-    activations_out: dict[int, Sender] = field(default_factory=dict)
-    gradients_in: dict[int, Receiver] = field(default_factory=dict)
-    gradients_out: dict[int, Sender] = field(default_factory=dict)
-
-    @override
-    def senders(self) -> Iterable[Sender]:
-        return (*self.activations_out.values(), *self.gradients_out.values())
-
-    @override
-    def receivers(self) -> Iterable[Receiver]:
-        return (*self.activations_in.values(), *self.gradients_in.values())
-
-
-@dataclass(frozen=True)
-class ChannelEnds(ChannelSet, Generic[Key]):
-    """The ends of channels by what names them: the other rank, say."""
+class ChannelEnds(Generic[Key]):
+    """The ends of channels by what names them: the other rank, say; several names may share one."""
 
     outgoing: Mapping[Key, Sender] = field(default_factory=dict)
     incoming: Mapping[Key, Receiver] = field(default_factory=dict)
 
-    @override
-    def senders(self) -> Iterable[Sender]:
-        return self.outgoing.values()
+    def interrupt(self, error: BaseException) -> None:
+        """Raises an error in each waiting or later receive."""
+        for receiver in dict.fromkeys(self.incoming.values()):
+            receiver.interrupt(error)
 
-    @override
-    def receivers(self) -> Iterable[Receiver]:
-        return self.incoming.values()
+    def close(self, *, failed: bool = False) -> None:
+        """Closes the channels, when all has arrived unless the run has failed. Collective."""
+        for sender in dict.fromkeys(self.outgoing.values()):
+            sender.close(failed=failed)
+        for receiver in dict.fromkeys(self.incoming.values()):
+            receiver.close(failed=failed)
+
+
+Links: TypeAlias = ChannelEnds[tuple[int, int]]
+"""The channels of one rank between neighbouring stages, by the stage that sends and the other."""

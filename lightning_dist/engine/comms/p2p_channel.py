@@ -19,8 +19,7 @@ receive them in the order of the sends, which :func:`.lower` sees to. No schedul
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.engine.common.device_group import NEVER
 from lightning_dist.engine.comms.channel import PeerLostError, Receiver, Sender, TensorInfo
 from lightning_dist.engine.comms.in_flight import (
     HostIntake,
@@ -208,39 +206,3 @@ def _describe(schema: Any) -> str:
 
 GroupKey = tuple[int, int]
 """Any two numbers that name a communicator: the sending stage and the receiving one, say."""
-
-
-class P2PGroups:
-    """Communicators of two ranks and one direction, in pipelines of global ranks."""
-
-    def __init__(
-        self,
-        pipelines: Sequence[Sequence[int]],
-        backend: str,
-        device: torch.device,
-        timeout_seconds: float,
-    ) -> None:
-        self._pipelines = pipelines
-        self._backend = backend
-        self._device = device
-        self._timeout_seconds = timeout_seconds
-        self.groups: list[dist.ProcessGroup] = []  # those of this rank
-
-    def open(self, ends: Mapping[GroupKey, tuple[int, int]]) -> dict[GroupKey, dist.ProcessGroup]:
-        """Opens communicators from place to place of each pipeline, and returns this rank's.
-
-        Collective: every rank of the world must call it alike.
-        """
-        is_host = self._device.type == "cpu"
-        timeout = NEVER if is_host else timedelta(seconds=self._timeout_seconds)
-        found: dict[GroupKey, dist.ProcessGroup] = {}
-        for ranks in self._pipelines:
-            for key, places in ends.items():
-                sender, receiver = (ranks[place] for place in places)
-                group = dist.new_group([sender, receiver], timeout=timeout, backend=self._backend)
-                if dist.get_rank() in (sender, receiver):
-                    # All in one order, since both ends wait for the first message.
-                    connect_ends(group, sender, self._device)
-                    found[key] = group
-        self.groups += found.values()
-        return found

@@ -169,7 +169,7 @@ class Runtime:
         stage, index = place
         assert work is not None
         tag, key = self._tag(stage - 1, index), self._activation_key(stage - 1, index, work)
-        received = self._links.activations_in[stage].receive(tag=tag, key=key)
+        received = self._links.incoming[stage - 1, stage].receive(tag=tag, key=key)
         self._received[place] = received
         if torch.is_grad_enabled():
             self._keys_out[place] = self._note_activation(stage - 1, received)
@@ -214,7 +214,7 @@ class Runtime:
         activation = self._results.pop(place)
         assert work is not None
         tag, key = self._tag(stage, index), self._activation_key(stage, index, work)
-        self._links.activations_out[stage].send(activation, tag=tag, key=key)
+        self._links.outgoing[stage, stage + 1].send(activation, tag=tag, key=key)
         if torch.is_grad_enabled():
             self._keys_in[place] = self._note_activation(stage, activation)
 
@@ -248,7 +248,8 @@ class Runtime:
     def _receive_gradient(self, place: Place, _: Work | None) -> None:
         stage, index = place
         tag, key = self._tag(stage, index), self._keys_in.pop(place)
-        self._take_gradients(place, self._links.gradients_in[stage].receive(tag=tag, key=key))
+        received = self._links.incoming[stage + 1, stage].receive(tag=tag, key=key)
+        self._take_gradients(place, received)
 
     def _take_gradients(self, place: Place, gradients: WeighedGradients) -> None:
         self._loss_weights.note(self._update_of(place[1]), place[1], gradients.weight)
@@ -278,7 +279,7 @@ class Runtime:
         stage, index = place
         gradients = self._gradients_out.pop(place)
         tag, key = self._tag(stage - 1, index), self._keys_out.pop(place)
-        self._links.gradients_out[stage].send(gradients, tag=tag, key=key)
+        self._links.outgoing[stage, stage - 1].send(gradients, tag=tag, key=key)
 
     def _complete(self, place: Place, _: Work | None) -> None:
         self._on_complete(place[1])

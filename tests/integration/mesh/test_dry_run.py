@@ -145,7 +145,7 @@ def train_a_step(case: Case) -> Held:
             if case.sizes.get("pp", 1) > 1:
                 channels = strategy.sharded.session.channels
                 links, ties = channels.links, channels.ties
-                ways = (links.activations_out, links.gradients_out, ties.outgoing)
+                ways = (links.outgoing, ties.outgoing)
                 for sender in dict.fromkeys(s for senders in ways for s in senders.values()):
                     if not isinstance(sender, MemoryChannel):
                         sender.send = partial(_noted, counting, sender.send)

@@ -114,12 +114,12 @@ def test_messages_of_a_failed_batch_are_not_taken_for_those_of_the_next() -> Non
     links = connect_in_memory(range(2))
     pipeline = Pipeline(model, PipelineShape("1f1b", 1, (1, 1), 1), links[1])
     sent = torch.ones(4, 2, requires_grad=True)
-    links[0].activations_out[0].send(sent)
+    links[0].outgoing[0, 1].send(sent)
     pipeline.train_batch(BATCH, lambda m: model(m.content).sum())
     pipeline.clear(failed=False)
     assert not pipeline.has_gradients
     for _ in range(2):
-        links[0].activations_out[0].send(sent)
+        links[0].outgoing[0, 1].send(sent)
 
     def fail(microbatch: Any) -> Tensor:
         raise ZeroDivisionError

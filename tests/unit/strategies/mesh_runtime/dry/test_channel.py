@@ -32,15 +32,15 @@ def ignore(_: int) -> None: ...
 
 def test_a_gradient_comes_back_for_each_tensor_that_wants_one() -> None:
     links, sent = dry_links((0, 1), 0, {}, ignore)
-    assert not links.activations_in
-    assert not links.gradients_out
+    assert {*links.outgoing} == {(0, 1)}
+    assert {*links.incoming} == {(1, 0)}
     for size in (2, 3):
         activation = [torch.ones(size, requires_grad=True), torch.ones(9)]
-        links.activations_out[0].send(activation, tag=size)
+        links.outgoing[0, 1].send(activation, tag=size)
     assert sent.keys() == {0}
     assert sent[0].keys() == {2, 3}
     for size in (3, 2):  # whatever the order of the backwards
-        (gradient,) = links.gradients_in[0].receive(tag=size).gradients
+        (gradient,) = links.incoming[1, 0].receive(tag=size).gradients
         assert gradient.shape == (size,)
         assert not gradient.requires_grad
 
@@ -49,10 +49,10 @@ def test_the_last_stage_receives_activations_and_sends_gradients() -> None:
     sizes: list[int] = []
     known = {0: {7: DryMessage.of(torch.ones(4))}}
     links, sent = dry_links((0, 1), 1, known, sizes.append)
-    assert not links.activations_out
-    assert not links.gradients_in
-    assert links.activations_in[1].receive(tag=7).shape == (4,)
-    links.gradients_out[1].send([torch.ones(3)])
+    assert {*links.outgoing} == {(1, 0)}
+    assert {*links.incoming} == {(0, 1)}
+    assert links.incoming[0, 1].receive(tag=7).shape == (4,)
+    links.outgoing[1, 0].send([torch.ones(3)])
     assert sizes == [12]
     assert not sent
 
@@ -62,12 +62,12 @@ def test_stages_of_one_rank_hand_over_and_send_nothing() -> None:
     known = {0: {0: DryMessage.of(torch.ones(4))}}
     links, sent = dry_links((0, 1, 1, 0), 1, known, sizes.append)
     assert sent.keys() == {2}  # what stage 1 gives stage 2 stays
-    assert isinstance(links.activations_out[1], MemoryChannel)
-    assert links.activations_in[2] is links.activations_out[1]
-    assert links.gradients_in[1] is links.gradients_out[2]
-    links.activations_out[1].send(torch.ones(5, requires_grad=True))
-    assert links.activations_in[2].receive().requires_grad
+    assert isinstance(links.outgoing[1, 2], MemoryChannel)
+    assert links.incoming[1, 2] is links.outgoing[1, 2]
+    assert links.incoming[2, 1] is links.outgoing[2, 1]
+    links.outgoing[1, 2].send(torch.ones(5, requires_grad=True))
+    assert links.incoming[1, 2].receive().requires_grad
     assert not sizes
-    links.activations_out[2].send(torch.ones(6))
-    links.gradients_out[1].send([torch.ones(7)])
+    links.outgoing[2, 3].send(torch.ones(6))
+    links.outgoing[1, 0].send([torch.ones(7)])
     assert sizes == [24, 28]
