@@ -15,14 +15,17 @@ from lightning_dist.engine.comms.failures.parent_watch import (
 def main() -> None:
     with known_to_children():
         if os.fork() == 0:
-            wait_for_launcher()
+            if sys.argv[1] == "waits_in_another" and os.fork():
+                os.wait()  # as a script that trains in a process of its own
+            else:
+                wait_for_launcher()
     time.sleep(60)
 
 
 def wait_for_launcher() -> None:
     with ending_with_launcher():
         print(f"child {os.getpid()} waits", flush=True)
-        if sys.argv[1] == "waits":
+        if sys.argv[1] != "meets":
             time.sleep(60)
     print("and has met it", flush=True)
     time.sleep(60)

@@ -8,6 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.processes.forked_runs import ORPHAN, STARTUP_SECONDS, ForkedRun, WarmPython
 
 PATIENCE_SECONDS = 20.0
@@ -30,11 +32,14 @@ def child_of(run: ForkedRun, until: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.parametrize("where", ["waits", "waits_in_another"])
 def test_a_process_that_waits_ends_with_its_launcher(
-    warm_python: WarmPython, tmp_path: Path
+    warm_python: WarmPython, tmp_path: Path, where: str
 ) -> None:
-    with warm_python.ranks(tmp_path, "waits", devices=1, script=ORPHAN) as run:
+    with warm_python.ranks(tmp_path, where, devices=1, script=ORPHAN) as run:
         child = child_of(run, until="waits")
+        time.sleep(1.0)
+        assert exists(child), run.output
         run.send(signal.SIGKILL, 0)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while exists(child):
