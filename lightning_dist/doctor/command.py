@@ -192,15 +192,17 @@ def _meet(run: Run, choices: Mapping[str, Build], answers: Sequence[object], rep
         StoppedError: Rank 0 cannot be reached, or not any more.
     """
     meeting = Meeting(run.launch, run.seconds)
-    hosts = meeting.meet()
+    came = meeting.meet()
+    hosts = {rank: host for rank, (host, _) in came.items()}
     token = meeting.tell("token", f".doctor-{uuid4().hex}", GRACE_SECONDS)
     run = replace(run, hosts=hosts, token=token)
     for check, answer in zip(BEFORE_MEETING, answers, strict=True):
         _conclude(check, answer, run, meeting, report)
-    report.add("meeting", judge_meeting(run.launch, hosts))
+    met = judge_meeting(run.launch, came)
+    report.add("meeting", met)
     checks: list[Check[Any]] = [group_check(meeting, run.seconds), *HOSTS, *LINKS, DISK, *CLOCKS]
     left = [*checks, *(step_check(*choice, run.seconds) for choice in choices.items())]
-    while len(hosts) == run.launch.world_size and left:
+    while met.status is Status.OK and left:
         check = left.pop(0)
         if not _conclude(check, check.attempt(run), run, meeting, report):
             break

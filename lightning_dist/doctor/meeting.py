@@ -89,18 +89,28 @@ class Meeting:
     def _get(self, name: str) -> Any:
         return pickle.loads(bytes.fromhex(self.store.get(name).decode()))
 
-    def meet(self) -> dict[int, str]:
-        """Waits for all ranks; returns the hosts of those that have come, the same on all ranks."""
+    def meet(self) -> dict[int, tuple[str, int]]:
+        """Waits for all ranks; returns what those that have come say, the same on all ranks.
+
+        These are the host, and the number of all ranks.
+        """
         left = max(0.0, self._deadline - time.monotonic())
-        ranks = range(self._launch.world_size)
-        hosts: dict[int, str] = self.tell(
-            "hosts", self.gather("host", socket.gethostname(), left, ranks), left
+        own = (socket.gethostname(), self._launch.world_size)
+        came = self.gather("rank", own, left, range(self._launch.world_size))
+        told: dict[int, tuple[str, int]] = self.tell("ranks", came, left)
+        return told
+
+
+def judge_meeting(launch: Launch, came: Mapping[int, tuple[str, int]]) -> Result:
+    """Judges whether all ranks have come, by the hosts and numbers of ranks that they say."""
+    hosts = {rank: host for rank, (host, _) in came.items()}
+    if len({size for _, size in came.values()}) > 1:
+        counts = [f"rank {rank} of {size} ({host})" for rank, (host, size) in sorted(came.items())]
+        return fail(
+            f"the ranks count different numbers of ranks: {shorten(counts)}",
+            "Start the same number of ranks on each host, with one launcher, and give it the same"
+            " number of hosts everywhere.",
         )
-        return hosts
-
-
-def judge_meeting(launch: Launch, hosts: Mapping[int, str]) -> Result:
-    """Judges whether all ranks have come, by the hosts of those that have."""
     if len(hosts) == launch.world_size:
         return ok(f"{len(hosts)} ranks have met; hosts: {shorten(sorted(set(hosts.values())))}")
     return fail(describe_missing(launch.world_size, hosts, launch.ranks_per_host), MISSING_REMEDY)

@@ -79,6 +79,20 @@ def test_a_missing_rank_is_named(workers: WorkerPool) -> None:
     assert other[1] == {"checks": {}}
 
 
+def diagnose_with_another_number() -> Answer:
+    os.environ["WORLD_SIZE"] = str(2 + int(os.environ["RANK"]))
+    return diagnose("--seconds", "1", "--strategy", "ddp")
+
+
+def test_ranks_that_count_others_are_named(workers: WorkerPool) -> None:
+    (code, document), other = workers.run(2, diagnose_with_another_number)
+    assert code == other[0] == 1
+    assert "rank 0 of 2" in document["checks"]["meeting"]["found"]
+    assert "rank 1 of 3" in document["checks"]["meeting"]["found"]
+    assert "process group" in document["not_checked"]
+    assert other[1] == {"checks": {}}
+
+
 def diagnose_without_rank_0() -> Answer:
     if os.environ["RANK"] == "0":
         return 0, {}

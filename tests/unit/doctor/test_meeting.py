@@ -12,10 +12,18 @@ from tests.unit.doctor.facts import LAUNCH
 
 
 def test_missing_ranks_are_named() -> None:
-    assert judge_meeting(LAUNCH, {0: "a", 1: "a", 2: "b", 3: "b"}).status is Status.OK
-    result = judge_meeting(LAUNCH, {0: "a", 1: "a", 3: "b"})
+    came = {0: ("a", 4), 1: ("a", 4), 2: ("b", 4), 3: ("b", 4)}
+    assert judge_meeting(LAUNCH, came).status is Status.OK
+    del came[2]
+    result = judge_meeting(LAUNCH, came)
     assert result.status is Status.FAIL
     assert result.found == "3 of 4 ranks have met; missing: 2 (b)"
+
+
+def test_ranks_that_count_others_are_named() -> None:
+    result = judge_meeting(LAUNCH, {0: ("a", 4), 1: ("a", 4), 2: ("b", 2), 3: ("b", 4)})
+    assert result.status is Status.FAIL
+    assert "rank 2 of 2 (b)" in result.found
 
 
 def test_a_port_at_which_nothing_listens_is_named() -> None:
