@@ -12,6 +12,7 @@ more than may wait are sent away.
 """
 
 import argparse
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -45,6 +46,8 @@ def make_app(model: nn.Module, most_waiting: int = 32) -> Any:
     """
     try:
         from fastapi import FastAPI, HTTPException
+        from fastapi.exceptions import RequestValidationError
+        from fastapi.responses import Response
         from pydantic import BaseModel, Field
     except ImportError as error:
         raise ImportError(f"The server needs FastAPI. {_INSTALL}") from error
@@ -58,6 +61,12 @@ def make_app(model: nn.Module, most_waiting: int = 32) -> Any:
 
     app = FastAPI(title="GPT")
     places, computing = threading.BoundedSemaphore(most_waiting), threading.Lock()
+
+    @app.exception_handler(RequestValidationError)
+    def refuse(_: object, error: RequestValidationError) -> Response:
+        # Without the input, which may be NaN, and escaped, for a name may be half a surrogate.
+        found = [{key: it[key] for key in ("type", "loc", "msg")} for it in error.errors()]
+        return Response(json.dumps({"detail": found}), 422, media_type="application/json")
 
     @app.get("/health")
     def health() -> dict[str, str]:

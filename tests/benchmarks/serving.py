@@ -34,7 +34,11 @@ BAD = {
     "an empty prompt": b'{"prompt": ""}',
     "a prompt of 2,000 bytes": json.dumps({"prompt": "a" * 2000}).encode(),
     "a number for a prompt": b'{"prompt": 7}',
+    "half a surrogate": b'{"prompt": "\\ud800"}',
+    "no number": b'{"prompt": "a", "num_tokens": NaN}',
+    "an infinite number": b'{"prompt": "a", "num_tokens": 1e400}',
     "too many tokens": b'{"prompt": "a", "num_tokens": 100000}',
+    "half a surrogate for a name": b'{"prompt": "a", "\\ud800": 1}',
     "an unknown argument": b'{"prompt": "a", "temperature": 1}',
 }
 

@@ -40,10 +40,17 @@ def test_an_answer_is_what_one_device_generates() -> None:
 def test_bad_requests_have_status_422(what: str) -> None:
     served, _ = client()
     body = BAD.get(what) or ('{"prompt": "' + 1000 * "ä" + '"}').encode()
-    answer = served.post("/generate", content=body)
+    answer = served.post("/generate", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 422
+    assert answer.json()["detail"]
     assert served.get("/generate").status_code == 405
     assert served.get("/other").status_code == 404
+
+
+def test_a_body_of_many_brackets_has_status_400() -> None:
+    served, _ = client()
+    headers = {"Content-Type": "application/json"}
+    assert served.post("/generate", content=20_000 * b"[", headers=headers).status_code == 400
 
 
 def test_more_requests_than_may_wait_have_status_429(monkeypatch: pytest.MonkeyPatch) -> None:
