@@ -42,6 +42,11 @@ def check_disk(run: Run) -> Result:
         if run.launch.rank == 0:
             shared.write_text(run.token, encoding="ascii")
         num_torn = _count_torn(root / f"{run.token}.{run.launch.rank}.{socket.gethostname()}")
+    except (FileExistsError, NotADirectoryError):
+        return fail(
+            f"{root} is no directory, but a file, or in one",
+            "Name a directory (--root, default_root_dir).",
+        )
     except OSError as error:
         return fail(
             f"{root} cannot be written to: {error.strerror or error}",

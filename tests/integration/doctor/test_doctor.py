@@ -93,6 +93,15 @@ def test_ranks_that_count_others_are_named(workers: WorkerPool) -> None:
     assert other[1] == {"checks": {}}
 
 
+def test_a_file_is_no_directory(workers: WorkerPool, tmp_path: Path) -> None:
+    root = tmp_path / "file"
+    root.touch()
+    [(code, document)] = workers.run(1, diagnose, "--root", str(root), "--strategy", "ddp")
+    assert code == 1
+    assert "is no directory" in document["checks"]["disk"]["found"]
+    assert "ddp" in document["checks"]
+
+
 def diagnose_without_rank_0() -> Answer:
     if os.environ["RANK"] == "0":
         return 0, {}

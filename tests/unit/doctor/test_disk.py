@@ -37,6 +37,16 @@ def test_directories_that_were_missing_go_again_unless_they_are_in_use(tmp_path:
     assert missing.exists()  # it was there
 
 
+@pytest.mark.parametrize("name", ["file", "file/new"])
+def test_a_file_is_no_directory(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    run = make_run("a", root=tmp_path / name)
+    with leaves_no_directory(run.root):
+        result = check_disk(run)
+    assert result.status is Status.FAIL
+    assert f"{run.root} is no directory" in result.found
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of half a megabyte."""
