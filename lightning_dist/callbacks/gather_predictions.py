@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from typing_extensions import override
@@ -41,8 +42,7 @@ class GatherPredictions(BasePredictionWriter):
 
     @override
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loaders = trainer.predict_dataloaders
-        for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+        for loader in CombinedLoader(trainer.predict_dataloaders, "sequential").flattened:
             is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
             has_indices = getattr(loader, "batch_sampler", None) is not None and not is_iterable
             if view_of(trainer).mesh.data_size > 1 and not has_indices:

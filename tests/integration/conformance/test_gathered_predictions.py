@@ -63,6 +63,22 @@ def test_each_rank_has_what_one_device_has(
             assert names == [f"{y}" for y in labels.tolist()]
 
 
+def predict_named() -> list[Any]:
+    trainer = make_trainer(
+        devices=2,
+        strategy=DDPStrategy(),
+        use_distributed_sampler=True,
+        callbacks=[GatherPredictions()],
+    )
+    first, second = loaders()
+    found = trainer.predict(make_module(Predictor), {"a": first, "b": second})
+    return [len(whole["logits"]) for [whole] in found or ()]
+
+
+def test_loaders_in_a_dict_are_a_list(workers: WorkerPool) -> None:
+    assert workers.run(2, predict_named) == [[NUM_SAMPLES, NUM_SAMPLES]] * 2
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(make_data(4))
