@@ -36,7 +36,10 @@ def test_merge_names_what_is_no_checkpoint(
     (tmp_path / "cut.ckpt").write_bytes(whole.read_bytes()[:-99])
     (tmp_path / "text.ckpt").write_text("no checkpoint at all")
     (tmp_path / "empty.ckpt").touch()
-    for name in ("tensor", "cut", "text", "empty"):
+    others = {"key": "hello", "index": "u", "number": "X.f;", "letters": "Xr<\x99e"}
+    for name, text in others.items():
+        (tmp_path / f"{name}.ckpt").write_text(text, encoding="latin-1")
+    for name in ("tensor", "cut", "text", "empty", *others):
         with pytest.raises(SystemExit):
             main(["merge", "--force", str(tmp_path / f"{name}.ckpt"), str(target)])
         assert f"{name}.ckpt is no" in capsys.readouterr().err
