@@ -77,7 +77,8 @@ class Loss:
             raise ValueError(
                 "A training step must return its loss, a tensor of one element, or a dict with it"
                 f" under 'loss', but returned {got}. Skipping a step by returning None is not"
-                " possible in a pipeline: return a loss of zero, like `output.sum() * 0.0`."
+                " possible in a pipeline or a dry run: return a loss of zero, like"
+                " `output.sum() * 0.0`."
             )
         check_known(value)
         if not isinstance(result, Mapping) or "weight" not in result:

@@ -32,7 +32,7 @@ from lightning_dist.engine.comms.links import ChannelEnds
 from lightning_dist.engine.data_parallel.replicas import average, average_gradients
 from lightning_dist.engine.parallelize.composition import ParallelModule, parallelize
 from lightning_dist.engine.parallelize.parallelism import Parallelism
-from lightning_dist.engine.pipeline.microbatch import Microbatch
+from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
@@ -186,7 +186,7 @@ class DryStep:
     def _run_whole(self, batch: Any) -> None:
         sharded = ShardedModule(self.composed, None)
         step, context = sharded.module.training_step, self.run.precision.train_step_context
-        loss = _loss_of(sharded.train(step, context, *arguments_of(step, batch, 1)))
+        loss = Loss.of(sharded.train(step, context, *arguments_of(step, batch, 1))).value
 
         def differentiate() -> Tensor:
             loss.backward()
@@ -220,7 +220,7 @@ class DryStep:
 
         def train(microbatch: Microbatch) -> Any:
             with self.run.precision.train_step_context():
-                return _loss_of(step(*arguments_of(own_step, microbatch.content, 1)))
+                return step(*arguments_of(own_step, microbatch.content, 1))
 
         pipeline.train_batch(batch, train)
         pipeline.install_gradients()
@@ -241,13 +241,3 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(local_part(tensor).nbytes for tensor in tensors)
-
-
-def _loss_of(result: Any) -> Tensor:
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"`training_step` returned {type(loss).__name__} for the sample batch, and there is"
-            " nothing to differentiate. Give a batch for which it returns a loss."
-        )
-    return loss

@@ -81,6 +81,16 @@ def test_tensors_that_are_no_parameters_have_no_values_either(pp: int) -> None:
     assert [stage for kind in said.kinds for stage in kind.stages] == [*range(pp)]
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_step_without_a_loss_is_an_error(pp: int) -> None:
+    class Skips(ScalesLate):
+        def training_step(self, batch: Tensor) -> None:  # type: ignore[override]
+            self.model(batch)
+
+    with pytest.raises(ValueError, match="must return its loss.*in a pipeline or a dry run"):
+        MeshStrategy(pp=pp).dry_run(Skips(), 2, sample_batch=torch.ones(2, 4))
+
+
 class TiedWords(L.LightningModule):
     """Two stages, whose layers share one weight of 6 x 4."""
 
