@@ -279,10 +279,6 @@ class PipelineStrategy(MeasuredStages, TracesModels, MovableLayers):
             return self.session.runner.evaluate(step, arguments, context)
 
     @override
-    def connect_evaluation(self, trainer: pl.Trainer) -> None:
-        """Does nothing: each step asks whether to stop."""
-
-    @override
     def end_training(self) -> None:
         super().end_training()
         if self.session.staleness_log is not None:

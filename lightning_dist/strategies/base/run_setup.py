@@ -40,10 +40,7 @@ from lightning_dist.engine.tensors.patch import Undo, replace_method
 from lightning_dist.engine.tensors.rng import first_ranks_numbers, random_state_kept
 from lightning_dist.strategies.base.callback_order import drain_before_validation, order_callbacks
 from lightning_dist.strategies.base.clipping import ClipGradNorm, clip_whole_gradient
-from lightning_dist.strategies.base.ending.stopping import (
-    stop_evaluations_together,
-    stop_training_together,
-)
+from lightning_dist.strategies.base.ending.stopping import stop_training_together
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.lightning_loaders import resume_early_loader
 from lightning_dist.strategies.base.metrics import metrics_of, reduce_metrics_over
@@ -144,7 +141,6 @@ class RunSetup(LayoutFreeCheckpoints):
             self._undo += (reduce_metrics_over(others, self.data_group),)
         self.guard.connect_signals(self.before_reading, self.finish_save)
         if not self.is_fitting:
-            self.connect_evaluation(trainer)
             return
         self._undo += (
             resume_early_loader(trainer),
@@ -163,10 +159,6 @@ class RunSetup(LayoutFreeCheckpoints):
                 end_batch=self.end_batch,
             ),
         )
-
-    def connect_evaluation(self, trainer: pl.Trainer) -> None:
-        """Lets the ranks of an evaluation stop together."""
-        self._undo += (stop_evaluations_together(trainer, self.guard, self.world_group),)
 
     def print_summary(self) -> None:
         """Prints how the model is placed, on rank 0. Collective: every rank must call it."""

@@ -27,6 +27,7 @@ from lightning_dist.engine.data_parallel.replicas import broadcast_state
 from lightning_dist.engine.splitting.config import find_batch_statistics
 from lightning_dist.engine.tensors.rng import RandomStream, seed_all
 from lightning_dist.strategies.base import lightning_loaders
+from lightning_dist.strategies.base.ending.stopping import stop_evaluations_together
 from lightning_dist.strategies.base.loaders.lengths import EvaluationLengths, TrainingLengths
 from lightning_dist.strategies.base.loaders.shared_order import share_order, with_shared_draws
 from lightning_dist.strategies.base.model_checks import check_own_averages
@@ -93,9 +94,11 @@ class DataParallelStrategy(RunSetup):
         self._num_loaders = Counter()
         self._has_unknown_length, self._lengths = False, None
         super().connect_loops(trainer)
-        if self.num_readers > 1:
-            self._compare_evaluations(trainer)
+        lengths = self._compare_evaluations(trainer) if self.num_readers > 1 else None
+        self._evaluation_lengths = lengths
         if not self.is_fitting:
+            all_have = (lambda *_: True) if lengths is None else lengths.all_have
+            self._undo += (stop_evaluations_together(trainer, self.guard, all_have),)
             return
         if self.num_readers > 1:
             notes = self.make_notes(self.world_group)
@@ -112,7 +115,7 @@ class DataParallelStrategy(RunSetup):
         # A copy of the Trainer has no notes of a run.
         self._lengths = self._evaluation_lengths = None
 
-    def _compare_evaluations(self, trainer: pl.Trainer) -> None:
+    def _compare_evaluations(self, trainer: pl.Trainer) -> EvaluationLengths:
         axes, mesh = ("pp", "dp_shard", "tp"), self.mesh
         is_tied = any(mesh.sizes[axis] > 1 for axis in axes)
         lengths = EvaluationLengths(
@@ -122,8 +125,8 @@ class DataParallelStrategy(RunSetup):
             self.group(*axes) if is_tied else None,
             runs_whole_steps=mesh.pp == 1,
         )
-        self._evaluation_lengths = lengths
         self._undo += (lengths.connect(),)
+        return lengths
 
     @override
     def reduce(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist import DDPStrategy, FSDPStrategy
@@ -106,6 +109,29 @@ def test_others_run(
 ) -> None:
     answers = workers.run(len(lengths), attempt, fn, lengths, strategy, options)
     assert answers == [("", 2 if fn == "fit" else 0)] * len(lengths)
+
+
+class Terminated(Classifier):
+    """Is asked to stop in its first step of four."""
+
+    num_steps = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.num_steps += 1
+        if self.num_steps == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def validate_a_stream() -> int:
+    module = make_module(Terminated)
+    trainer = make_trainer(devices=1, strategy=DDPStrategy())
+    with suppress(SIGTERMException):
+        trainer.validate(module, DataLoader(Stream(), batch_size=4), verbose=False)
+    return module.num_steps
+
+
+def test_a_rank_alone_stops_inside_of_a_stream(workers: WorkerPool) -> None:
+    assert workers.run(1, validate_a_stream) == [2]  # the ranks agree in the next step
 
 
 def test_replicas_that_evaluate_more_go_on_training_with_the_others(workers: WorkerPool) -> None:

@@ -12,17 +12,15 @@ have different numbers of batches. They agree before each batch that all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.comms.votes import JointDecision, PendingSum
 from lightning_dist.engine.tensors.patch import Undo, replace_method, surround_method
 from lightning_dist.strategies.base import lightning_internals
@@ -33,14 +31,15 @@ _SKIP = -1  # Lightning's value for it
 
 
 def stop_evaluations_together(
-    trainer: pl.Trainer, guard: RunGuard, group: dist.ProcessGroup
+    trainer: pl.Trainer, guard: RunGuard, all_have: Callable[[int, int], bool]
 ) -> Undo:
-    """Lets the ranks of ``validate``, ``test`` and ``predict`` agree to stop."""
-    shared_lengths: list[int] = []  # batches of each loader that all ranks have
+    """Lets the ranks of ``validate``, ``test`` and ``predict`` agree to stop.
 
-    def start(lengths: Sequence[int | float]) -> None:
-        of_loaders = zip(*gather_objects(list(lengths), group), strict=False)
-        shared_lengths[:] = [0 if float("inf") in own else min(own) for own in of_loaders]
+    Args:
+        trainer: The trainer.
+        guard: Stops this rank.
+        all_have: Takes a batch's index and its loader's; returns whether all ranks have it.
+    """
 
     def before_batch(
         trainer: pl.Trainer,
@@ -49,13 +48,10 @@ def stop_evaluations_together(
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if batch_idx < shared_lengths[dataloader_idx]:
+        if all_have(batch_idx, dataloader_idx):
             guard.stop_if_agreed()
 
     callback = LambdaCallback(
-        on_validation_start=lambda trainer, _: start(trainer.num_val_batches),
-        on_test_start=lambda trainer, _: start(trainer.num_test_batches),
-        on_predict_start=lambda trainer, _: start(trainer.num_predict_batches),
         on_validation_batch_start=before_batch,
         on_test_batch_start=before_batch,
         on_predict_batch_start=before_batch,

@@ -12,6 +12,7 @@ whether all others have left one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import IntEnum
@@ -236,6 +237,10 @@ class EvaluationLengths(LoaderEnds):
         tied = [[rank for rank in ranks if rank in places] for ranks in self._tied]
         if any(self._lengths[rank] != self._lengths[ranks[0]] for ranks in tied for rank in ranks):
             raise self._error("compute each forward together", "Use")
+
+    def all_have(self, batch_idx: int, dataloader_idx: int) -> bool:
+        """Returns whether the lengths are known and all ranks have a batch."""
+        return all(batch_idx < of_rank[dataloader_idx] < math.inf for of_rank in self._lengths)
 
     def combine_in_step(self) -> None:
         """Notes that a value of all ranks is combined; inside of a step that ties them.
