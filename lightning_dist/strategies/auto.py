@@ -152,7 +152,6 @@ class AutoStrategy(MeshStrategy):
         layout = ranking.best.layout
         arguments = arguments_of(layout, find_unused_parameters=self._finds_unused)
         self._pipeline_config, self._shard_config = arguments["pipeline"], arguments["shard"]
-        self._policy = self._shard_config.policy
         self._sizes |= layout.mesh.sizes
         self._mesh = self.mesh_shape(self.world_size)
         self._groups.clear()

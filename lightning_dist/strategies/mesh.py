@@ -114,7 +114,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
     @override
     def replicates(self, shape: MeshShape) -> bool:
         # Offloaded, even a rank by itself has something to gather.
-        is_sharded = self._shard_config.offload != "none" or self._policy.is_manual
+        is_sharded = self._shard_config.offload != "none" or self._shard_config.policy.is_manual
         return shape.has_whole_layers and not is_sharded
 
     @override
@@ -180,7 +180,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
         shape = self.mesh_shape(world_size)
         states = optimizer_states_per_parameter
         check_count("optimizer_states_per_parameter", states, at_least=0)
-        if self._policy.is_manual:
+        if self._shard_config.policy.is_manual:
             raise ValueError(
                 "wrap='manual': `configure_model` shards on a mesh of real processes, of which a"
                 " dry run has none. Use wrap='auto', or another policy."

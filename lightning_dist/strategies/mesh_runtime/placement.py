@@ -66,7 +66,6 @@ class ShardedPlacement(TracesModels, LocalReplicas):
         self._pipeline_config = pipeline
         self._shard_config = shard
         self._tensor_config = tensor
-        self._policy = shard.policy
         self._meta_init = meta_init
         self._deferred = DeferredModel()
         self._sharded: ShardedModule | None = None
@@ -153,7 +152,9 @@ class ShardedPlacement(TracesModels, LocalReplicas):
     def print_summary(self) -> None:
         """Prints how the model is sharded, on rank 0. Collective: every rank must call it."""
         if self.mesh.pp == 1 or self.mesh.dp_shard * self.mesh.tp > 1:
-            rank_zero_info(self.sharded.layout_line(self.mesh, is_manual=self._policy.is_manual))
+            rank_zero_info(
+                self.sharded.layout_line(self.mesh, is_manual=self._shard_config.policy.is_manual)
+            )
         if self._local_config.averages_weights:
             said = describe_rounds(self._local_config, "gradients averaged")
             rank_zero_info(f"{self.mesh.dp_replicate} replicas step by themselves: {said}.")
@@ -167,7 +168,7 @@ class ShardedPlacement(TracesModels, LocalReplicas):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Builds modules of ``configure_model`` without memory, with rank 0's random numbers."""
-        defers = self._meta_init and not self._policy.is_manual
+        defers = self._meta_init and not self._shard_config.policy.is_manual
         building = self._deferred.building() if defers else nullcontext()
         with super().model_sharded_context(), building:
             yield
@@ -214,7 +215,7 @@ class ShardedPlacement(TracesModels, LocalReplicas):
         if self.replicates(self.mesh):
             replica_checks.check_whole(self.module)
         else:
-            checks.check_shardable(self.module, self._policy.is_manual)
+            checks.check_shardable(self.module, self._shard_config.policy.is_manual)
             if self.has_units:
                 check_hooks(self.module)
         if self.mesh.pp > 1 or self.mesh.tp > 1:

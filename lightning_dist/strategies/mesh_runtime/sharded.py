@@ -65,7 +65,9 @@ class ShardedStrategy(ShardedPlacement):
         is_half = half_precision_of(self.precision_plugin) is not None
         if is_half and not self.replicates(self.mesh):
             checks.check_half_precision(
-                self.module, is_manual=self._policy.is_manual, has_stages=self.mesh.pp > 1
+                self.module,
+                is_manual=self._shard_config.policy.is_manual,
+                has_stages=self.mesh.pp > 1,
             )
         if not self.is_fitting:
             return
