@@ -5,6 +5,7 @@ Each check raises ``ValueError``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,6 +84,29 @@ def check_dense_gradients(module: nn.Module, receiver: str) -> None:
             f"The gradients of {some_names(sparse)} are sparse, and {receiver} take dense ones."
             " Pass sparse=False (with AdamW in place of SparseAdam), or use DDPStrategy without"
             " compression."
+        )
+
+
+def check_no_max_norm(module: nn.Module, reason: str, *, only_shared: bool = False) -> None:
+    """Checks that no embedding shortens rows of its weight while it looks them up.
+
+    Args:
+        module: The user's module. Frozen embeddings count, too: they write as well.
+        reason: What goes wrong, for the error.
+        only_shared: Whether embeddings that share no weight with another module may do so.
+    """
+    holders = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    found = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
+        if not only_shared or holders[id(part.weight)] > 1
+    ]
+    if found:
+        raise ValueError(
+            f"{some_names(found)} with max_norm shorten the rows that they look up, in the weight"
+            f" itself: {reason}. Leave max_norm out, and shorten what was looked up in `forward`:"
+            " `rows * (max_norm / rows.detach().norm(dim=-1, keepdim=True)).clamp(max=1)`."
         )
 
 

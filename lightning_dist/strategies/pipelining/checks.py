@@ -24,7 +24,11 @@ from lightning_dist.engine.splitting.config import PipelineConfig, find_batch_st
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.tensors.dtensor import local_part
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
-from lightning_dist.strategies.base.model_checks import check_callbacks, check_finetuning
+from lightning_dist.strategies.base.model_checks import (
+    check_callbacks,
+    check_finetuning,
+    check_no_max_norm,
+)
 from lightning_dist.strategies.base.saving.part_warning import without_warning
 
 
@@ -58,6 +62,10 @@ def check_trainer(
             f"precision={trainer.precision!r} scales the loss of an undivided batch, which a"
             " pipeline does not have. Use precision='bf16-mixed'."
         )
+    reason = "an earlier micro-batch has computed elsewhere with the longer ones"
+    if config.asynchronous:
+        reason = f"schedule={config.schedule!r} keeps other versions of it, with the longer ones"
+    check_no_max_norm(module, reason, only_shared=not config.asynchronous)
     if num_stages > 1 or config.asynchronous:
         check_callbacks(trainer)
         check_finetuning(trainer)
