@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Runs a command that writes OUT, and prints what it says."""
     target, source = Path(options.target), Path(options.source)
+    if not target.name or not options.source:
+        parser.error(f"IN={options.source!r} and OUT={options.target!r}: name a file.")
     try:
         refuse_other_folder(target)
     except NotSavedError as error:

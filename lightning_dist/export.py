@@ -250,7 +250,8 @@ def _example(text: str) -> Tensor:
     sizes, _, dtype_name = text.partition(":")
     dtype = getattr(torch, dtype_name or "float32", None)
     numbers = sizes.split("x")
-    if not isinstance(dtype, torch.dtype) or not all(n.isdigit() and int(n) for n in numbers):
+    is_dtype = isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
+    if not is_dtype or not all(n.isdigit() and int(n) for n in numbers):
         raise ValueError(f"--example {text}: use sizes and a dtype, such as 2x128:int64.")
     if int(numbers[0]) < 2:
         raise ValueError(f"--example {text}: use a batch of 2 or more; that of 1 stays fixed.")

@@ -96,8 +96,15 @@ def plan(
     check_count("num_hosts", num_hosts)
     check_count("states_per_parameter", states_per_parameter, at_least=0)
     check_choice("device", device, (*DEVICES, None))
-    if not 0 < efficiency <= 1:
+    check_positive("efficiency", efficiency)
+    if efficiency > 1:
         raise ValueError(f"efficiency={efficiency} must be above 0 and at most 1.")
+    if overlap:
+        check_positive("overlap", overlap)
+    check_choice("recompute", recompute, (True, False))
+    for name, link in (("within", within), ("between", between)):
+        if not isinstance(link, Link | None):
+            raise ValueError(f"{name}={link!r} must be a Link, such as Link(20e-6, 50e9).")
     here = module.device
     is_gpu = device is not None or here.type != "cpu"
     sheet = None if device is None else DEVICES[device]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_dist.__main__ import main
 from lightning_dist.engine.checkpoint import saved_names
 from lightning_dist.engine.checkpoint.files import save_full, save_sharded
+from lightning_dist.export import _example
 from recipes.gpt import GPT
 
 SIZES = {"width": 16, "depth": 2, "num_heads": 2}
@@ -251,3 +252,9 @@ def test_a_failing_write_leaves_what_was_there(
     assert "No space left" in said
     assert target.read_text() == "precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.ckpt", "out"]
+
+
+@pytest.mark.parametrize("text", ["2x8:quint8", "2x8:qint32", "2x8:none"])
+def test_an_example_has_a_plain_dtype(text: str) -> None:
+    with pytest.raises(ValueError, match=f"--example {text}: use sizes and a dtype"):
+        _example(text)

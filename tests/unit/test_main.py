@@ -73,3 +73,11 @@ def test_a_checkpoint_never_takes_the_place_of_a_directory_around_it(
     assert "would be replaced" in capsys.readouterr().err
     main(["merge", "--force", str(around), str(around)])  # which is asked for
     assert around.is_file()
+
+
+@pytest.mark.parametrize("words", [("", "out.ckpt"), ("in.ckpt", ""), ("in.ckpt", ".")])
+def test_an_empty_name_is_refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    for command in (["merge"], ["export", "--format", "torch"]):
+        with pytest.raises(SystemExit):
+            main([*command, *words])
+        assert "name a file" in capsys.readouterr().err

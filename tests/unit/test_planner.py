@@ -175,3 +175,12 @@ def test_a_strategy_from_a_plan() -> None:
 def test_arguments_that_the_planner_refuses(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AutoStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("efficiency", "x"), ("overlap", "x"), ("within", 3), ("between", "x"), ("recompute", "no")],
+)
+def test_arguments_of_a_wrong_type_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        lightning_dist.plan(L.LightningModule(), None, world_size=4, **{name: value})
