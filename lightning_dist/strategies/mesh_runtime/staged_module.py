@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -84,22 +84,25 @@ class StagedModule(ShardedModule):
         for stage, root in self._root_of.items():
             put_placed(self._split.layers, self._split.layers_per_stage, stage, root)
 
-    def open(self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]) -> None:
-        """Begins a run. Collective."""
-        gradients = None if self.is_whole else self.gradients
-        wrapped = WrappedStages(
-            layers=self.root,
-            gradients=gradients,
+    @property
+    def wrapped(self) -> WrappedStages:
+        """How the stages run."""
+        return WrappedStages(
+            layers=self._root_of.__getitem__,
+            gradients=None if self.is_whole else self._gradients,
             change_step=self.wrap_step,
             reshard=self.reshard,
             begin_sums=self.begin_sums,
         )
+
+    def open(self, strategy: DistributedStrategy, complete_gradients: Callable[[], None]) -> None:
+        """Begins a run. Collective."""
         self.session = Session(
             strategy,
             self._split,
             self._config,
             complete_gradients,
-            wrapped=wrapped,
+            wrapped=self.wrapped,
             statistics=self._statistics,
         )
 
@@ -137,16 +140,10 @@ class StagedModule(ShardedModule):
 
     # --- gradients ---------------------------------------------------------------------------
 
-    def root(self, number: int) -> nn.Module:
-        """Returns the layers of a stage of this rank as one module."""
-        return self._root_of[number]
-
-    def gradients(self, number: int) -> HeldGradients:
-        """Creates the holder of a stage's gradients, which runs the stage's backwards."""
-        if self.is_whole:
-            return HeldGradients()
+    def _gradients(self, number: int) -> HeldGradients:
+        """Creates the holder of the gradients of a sharded stage, which runs its backwards."""
         return ParamGradAccumulator(
-            self.root(number),
+            self._root_of[number],
             self.backward_context,
             lambda: self._sends,
             self.written.keep,

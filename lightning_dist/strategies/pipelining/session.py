@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,14 +24,14 @@ from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import PipelineConfig
+from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.splitting.ties import Tie, find_ties
-from lightning_dist.engine.stashing.policy import Predict
 from lightning_dist.engine.tensors.patch import with_hooks
 from lightning_dist.strategies.base.callback_order import add_first_callback
 from lightning_dist.strategies.base.clipping import norms_of_whole_gradient
 from lightning_dist.strategies.base.distributed import DistributedStrategy
-from lightning_dist.strategies.base.precision_plugin import half_precision_of
+from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin, half_precision_of
 from lightning_dist.strategies.base.run_setup import ChangeStep
 from lightning_dist.strategies.pipelining.outside_calls import OutsideCalls
 from lightning_dist.strategies.pipelining.results.hook_log import HookLog
@@ -128,11 +128,19 @@ class Session:
             self.tied = _share_tied(
                 ties, split, shape, self.channels, runs_hooks=wrapped.runs_hooks
             )
+            half = half_precision_of(strategy.precision_plugin)
+            options = replace(
+                stage_options(split.layers, wrapped, half, device),
+                weight_versions=config.weight_versions,
+                seed=strategy.seed,
+                predict=predict,
+                measure_discrepancy=DISCREPANCY in logged,
+            )
             self.pipeline = Pipeline(
                 split.layers,
                 shape,
                 self.channels.links,
-                _stage_options(strategy, split, config, wrapped, predict, logged),
+                options,
                 rank=strategy.global_rank,
                 on_complete=complete_early,
                 average_weight=ReplicaWeights(gradient_group).average,
@@ -185,7 +193,7 @@ class Session:
                 _rank_zero_calls(strategy, stages, last_rank),
                 evaluation_microbatches=config.evaluation_microbatches(mesh.pp),
                 change_step=wrapped.change_step,
-                half=half_precision_of(strategy.precision_plugin),
+                half=half,
             )
             self.updates = Updates(
                 module,
@@ -243,27 +251,18 @@ def _share_tied(
     return tied
 
 
-def _stage_options(
-    strategy: DistributedStrategy,
-    split: PipelineSplit,
-    config: PipelineConfig,
-    wrapped: WrappedStages,
-    predict: Predict | None,
-    logged: Collection[str],
+def stage_options(
+    layers: Layers, wrapped: WrappedStages, half: HalfPrecisionPlugin | None, device: torch.device
 ) -> StageOptions:
-    half = half_precision_of(strategy.precision_plugin)
+    """Returns how stages run, as far as the precision and their wrappers tell."""
     weights = None
     if half is not None:
-        weights = half.leave_to_stages(split.layers, is_in_graph=not wrapped.runs_hooks)
+        weights = half.leave_to_stages(layers, is_in_graph=not wrapped.runs_hooks)
     masters_dtype = None if weights is None else torch.float32
     return StageOptions(
-        weight_versions=config.weight_versions,
-        seed=strategy.seed,
-        device=strategy.root_device,
+        device=device,
         layers=wrapped.layers,
         gradients=wrapped.gradients or (lambda _: HeldGradients(masters_dtype)),
-        predict=predict,
-        measure_discrepancy=DISCREPANCY in logged,
         half=weights,
     )
 

@@ -34,7 +34,6 @@ from lightning_dist.engine.parallelize.composition import ParallelModule, parall
 from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKind, collapse
 from lightning_dist.engine.planning.traffic import MessageKind, Traffic, TrafficLedger
@@ -52,6 +51,7 @@ from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank, wit
 from lightning_dist.strategies.mesh_runtime.first_call import arguments_of
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
+from lightning_dist.strategies.pipelining.session import stage_options
 
 _CPU = torch.device("cpu")
 
@@ -212,7 +212,7 @@ class DryStep:
         note = partial(self.ledger.add, MessageKind.SEND, ("pp",))
         shape = config.shape(self.run.mesh, self.rank, split.layers_per_stage)
         links, sent = dry_links(split.rank_of_stage, shape.rank, known, note)
-        options = StageOptions(layers=staged.root, gradients=staged.gradients)
+        options = stage_options(split.layers, staged.wrapped, None, _CPU)
         tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, ChannelEnds())
         pipeline = Pipeline(split.layers, shape, links, options, shared=tied.names)
         own_step = staged.module.training_step

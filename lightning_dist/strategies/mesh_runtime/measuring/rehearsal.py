@@ -32,10 +32,8 @@ from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.composition import ParallelModule, parallelize
 from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
 from lightning_dist.engine.parallelize.parallelism import Parallelism
-from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
 from lightning_dist.engine.pipeline.pipeline import Pipeline
-from lightning_dist.engine.pipeline.stages import StageOptions
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.profiling.links import seconds_of
 from lightning_dist.engine.sharding.deferred_init.api import named_tensors
@@ -47,6 +45,7 @@ from lightning_dist.strategies.mesh_runtime.first_call import ahead_of_run, argu
 from lightning_dist.strategies.mesh_runtime.measuring.updates import dense, optimizer_of
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
+from lightning_dist.strategies.pipelining.session import stage_options
 
 _SECONDS_PER_ROUND = 0.5
 
@@ -172,16 +171,7 @@ class Rehearsal:
             p2p_backend=config.p2p_backend(self.backend, self.device),
         )
         half = half_precision_of(self.precision)
-        weights = None
-        if half is not None:
-            weights = half.leave_to_stages(split.layers, is_in_graph=not staged.is_whole)
-        whole = partial(HeldGradients, None if weights is None else torch.float32)
-        options = StageOptions(
-            device=self.device,
-            layers=staged.root,
-            gradients=(lambda _: whole()) if staged.is_whole else staged.gradients,
-            half=weights,
-        )
+        options = stage_options(split.layers, staged.wrapped, half, self.device)
         run = staged.wrap_step(staged.module.training_step)
 
         def train(microbatch: Microbatch) -> Tensor:
