@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Adafactor, Adagrad, Muon, Optimizer, Rprop
 
 from lightning_dist.engine.common.device_group import gather_objects
@@ -84,6 +85,18 @@ def check_dense_gradients(module: nn.Module, receiver: str) -> None:
             f"The gradients of {some_names(sparse)} are sparse, and {receiver} take dense ones."
             " Pass sparse=False (with AdamW in place of SparseAdam), or use DDPStrategy without"
             " compression."
+        )
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Checks that lazy modules have had their first call, in which they get their shapes."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"{some_names(lazy)} of lazy modules have no shape yet, and ranks cannot share them"
+            " out. Call the model once in `setup`, in `with torch.no_grad()`, with tensors of the"
+            " shapes of a batch; or in `configure_model`, where that builds it."
         )
 
 

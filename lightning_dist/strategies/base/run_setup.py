@@ -44,7 +44,11 @@ from lightning_dist.strategies.base.ending.stopping import stop_training_togethe
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.lightning_loaders import resume_early_loader
 from lightning_dist.strategies.base.metrics import metrics_of, reduce_metrics_over
-from lightning_dist.strategies.base.model_checks import check_group_values, check_no_max_norm
+from lightning_dist.strategies.base.model_checks import (
+    check_group_values,
+    check_initialised,
+    check_no_max_norm,
+)
 from lightning_dist.strategies.base.saving.checkpointing import LayoutFreeCheckpoints
 from lightning_dist.strategies.base.saving.saved_modules import saved_modules_of
 
@@ -97,6 +101,7 @@ class RunSetup(LayoutFreeCheckpoints):
         trainer = self.module.trainer
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        check_initialised(self.module)
         self.check_run(trainer)
         if self.is_fitting and self.mesh.data_size > 1:
             reason = "each rank writes those of its own samples, and weights come to differ"

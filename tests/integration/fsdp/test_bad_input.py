@@ -90,6 +90,12 @@ class Uneven(Classifier):
         self.extra = nn.Linear(2, 2 + int(os.environ["RANK"]))
 
 
+class Lazy(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[-1] = nn.LazyLinear(3)
+
+
 class ShardsItself(Classifier):
     def configure_model(self) -> None:
         fully_shard(self.model[0], mesh=self.trainer.strategy.device_mesh)
@@ -206,6 +212,7 @@ def attempt(module: Any, options: dict[str, Any], size_per_rank: int) -> tuple[s
         (Prunes, {}, 0, "ModelPruning compares all parameters.*DDPStrategy"),
         (StateOfItsOwn, {}, 0, "not a parameter of the module.*in `configure_optimizers`"),
         (Uneven, {}, 0, r"'extra.weight' is \(2, 2\).* on rank 0 and \(3, 2\).* on rank 1"),
+        (Lazy, {}, 0, r"\['model.7.weight', 'model.7.bias'\] of lazy.*Call the model once in `set"),
         (Classifier, {}, 8, r"The ranks have \[4, 5\] training batches"),
         (Classifier, {"wrap": ByClass(["ConvLayr"])}, 0, "ConvLayr.*ConvLayer"),
         (Classifier, {"wrap": ByName(["modle.*"])}, 0, "modle"),

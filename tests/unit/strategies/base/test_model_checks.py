@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
-from lightning_dist.strategies.base.model_checks import check_no_max_norm
+from lightning_dist.strategies.base.model_checks import check_initialised, check_no_max_norm
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -24,3 +25,12 @@ def test_a_weight_that_another_module_has_too() -> None:
     head.weight = written.weight
     with pytest.raises(ValueError, match="the head differs"):
         check_no_max_norm(model, "the head differs", only_shared=True)
+
+
+def test_lazy_modules_before_their_first_call_are_named() -> None:
+    model = nn.Sequential(nn.LazyLinear(4, bias=False), nn.LazyBatchNorm1d(affine=False))
+    names = r"\['0.weight', '1.running_mean', '1.running_var'\].*Call the model once in `setup`"
+    with pytest.raises(ValueError, match=names):
+        check_initialised(model)
+    model(torch.zeros(2, 3))
+    check_initialised(model)
