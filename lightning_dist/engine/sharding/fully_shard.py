@@ -194,6 +194,9 @@ def shard(
     """
     _check_classes(module)
     _check_stacks(module, mesh)
+    for parameter in module.parameters():  # FSDP2 takes no other order in memory
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
     left_whole = {p for p in module.parameters() if is_indivisible(p)} | {*whole}
     apart = set() if kept is None else set(kept.parameters())
     are_complex = _check_dtypes(roots, module, units, apart | left_whole)
@@ -364,7 +367,7 @@ def fill(
             for place in places[buffer]:
                 set_attribute(root, place, filled)
             continue
-        values = shard_like(value_of(name).to(old.dtype), old)
+        values = shard_like(value_of(name).to(old.dtype).contiguous(), old)
         if offloaded and isinstance(values, DTensor):  # FSDP2 looks at the device of the DTensor
             values = values.cpu()
         made = replacement(old, values)

@@ -11,15 +11,18 @@ import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_dist import FSDPStrategy
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from tests.helpers.networks.models import (
     Classifier,
+    assert_equal,
     make_loader,
     make_module,
     make_trainer,
     share_of,
+    state_of,
 )
 from tests.helpers.processes.workers import WorkerPool
 
@@ -29,6 +32,56 @@ def fit(module: Any, ckpt_path: str | None = None, **options: Any) -> Any:
     loaders = share_of(int(os.environ["RANK"]), 44), make_loader(8)
     trainer.fit(module, *loaders, ckpt_path=ckpt_path, weights_only=True)
     return trainer
+
+
+class Transposed(Classifier):
+    """Has weights that lie in memory in another order than that of their dims."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__(depth=2)
+        self.late = late
+        if not late:
+            self.make()
+
+    def make(self) -> None:
+        torch.manual_seed(4)
+        self.turn = nn.Parameter(torch.randn(6, 12).t().double())
+        self.image = nn.Conv2d(2, 2, 3, padding=1).to(
+            torch.double, memory_format=torch.channels_last
+        )
+
+    def configure_model(self) -> None:
+        if self.late and not hasattr(self, "turn"):
+            self.make()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = (x.flatten(1) @ self.turn).reshape(-1, 1, 2, 3)
+        x = self.image(x.expand(-1, 2, -1, -1)).reshape(-1, 2, 6)
+        return super().training_step((x, y), batch_idx)
+
+
+def fit_transposed(devices: int, late: bool) -> dict[str, Tensor]:
+    module = make_module(Transposed, late=late)
+    if devices > 1:
+        fit(module)
+    else:
+        trainer = make_trainer(accumulate_grad_batches=2)
+        loader = [
+            batch for pair in zip(share_of(0, 44), share_of(1, 44), strict=True) for batch in pair
+        ]
+        trainer.fit(module, DataLoader(loader, batch_size=None), make_loader(8))  # type: ignore[arg-type]
+    return state_of(module)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_another_order_in_memory(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    expected = fit_transposed(1, late)
+    for state in workers.run(2, fit_transposed, 2, late):
+        assert_equal(state, expected)
 
 
 SHORT_RUNS: dict[str, tuple[dict[str, Any], int]] = {
