@@ -101,8 +101,12 @@ _FREED = "out of bounds for storage of size 0"
 
 
 @contextmanager
-def explain_shard_errors() -> Iterator[None]:
-    """Raises torch's errors about parts of parameters, or gathered ones, again, with advice."""
+def explain_shard_errors(*, has_units: bool) -> Iterator[None]:
+    """Raises torch's errors about parts of parameters, or gathered ones, again, with advice.
+
+    Args:
+        has_units: Whether units of FSDP2 gather parameters; others are tensor-parallel.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -119,12 +123,17 @@ def explain_shard_errors() -> Iterator[None]:
             ) from error
         if not _is_of_a_part(error):
             raise
+        where = (
+            " Parameters are whole while the module runs that is sharded as a unit. If the step"
+            " calls layers inside of a unit, and not the unit, let `wrap=` name what it calls."
+            if has_units
+            else " The plan's layers compute with their own parts, in their forward. If the step"
+            " needs the whole weight of one, leave that layer out of the plan."
+        )
         raise ValueError(
-            "A step has computed with a parameter of which each rank has a part only. Parameters"
-            " are whole while the module runs that is sharded as a unit. If the step calls layers"
-            " inside of a unit, and not the unit, let `wrap=` name what it calls. If it adds a"
-            " penalty on weights, use the optimizer's weight_decay. If it changes weights (a"
-            " teacher's, say), use DDPStrategy."
+            f"A step has computed with a parameter of which each rank has a part only.{where} If it"
+            " adds a penalty on weights, use the optimizer's weight_decay. If it changes weights"
+            " (a teacher's, say), use DDPStrategy."
             f" ({str(error).splitlines()[0]})"
         ) from error
 

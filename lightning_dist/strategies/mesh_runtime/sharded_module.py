@@ -175,7 +175,7 @@ class ShardedModule:
                 return self.wrap_step(step)(*args, **kwargs)
 
         (root,) = self._roots
-        with context(), explain_shard_errors():
+        with context(), explain_shard_errors(has_units=self.is_sharded):
             if self._manual is None or not training:
                 return root(entered, *args, **kwargs)
             with self._manual.step():
@@ -224,7 +224,7 @@ class ShardedModule:
         if self._tensor_parallel is not None and loss.requires_grad:
             # Hooks ahead of a backward still see the gradients of the last update.
             loss.register_hook(lambda _: self.begin_sums())
-        with self.backward_context(), explain_shard_errors():
+        with self.backward_context(), explain_shard_errors(has_units=self.is_sharded):
             return default()
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:

@@ -121,7 +121,7 @@ class StagedModule(ShardedModule):
             self._unused.begin_step()
         self.written.begin_round()
         self._opened.updates.begin_batch()
-        with self.check_units(training=True), explain_shard_errors():
+        with self.check_units(training=True), explain_shard_errors(has_units=self.is_sharded):
             return self._opened.runner.train(arguments_of_step(args, kwargs), context)
 
     @override

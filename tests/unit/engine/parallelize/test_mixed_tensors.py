@@ -179,9 +179,12 @@ def test_an_operation_on_a_part_of_a_parameter_is_explained(
     mesh: DeviceMesh, operation: str
 ) -> None:
     part = sharded(values(0)[0], (mesh["dp_shard"], [Shard(0)]))
-    explained = pytest.raises(ValueError, match="of which each rank has a part only")
-    with explained, explain_shard_errors():
-        ON_A_PART[operation](part)
+    for has_units, advice in ((True, "let `wrap=` name"), (False, "leave that layer out of the")):
+        refused = pytest.raises(ValueError, match="each rank has a part only")
+        with refused as explained, explain_shard_errors(has_units=has_units):
+            ON_A_PART[operation](part)
+        assert advice in str(explained.value)
+        assert ("wrap=" in str(explained.value)) == has_units
     with pytest.raises(RuntimeError) as caught:
         ON_A_PART[operation](part)
     note_shard_errors(caught.value)
