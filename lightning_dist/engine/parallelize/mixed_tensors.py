@@ -139,7 +139,15 @@ def explain_shard_errors(*, has_units: bool) -> Iterator[None]:
 
 
 def note_shard_errors(error: BaseException) -> None:
-    """Adds advice to torch's error where a hook has mixed a part of a parameter with a tensor."""
+    """Adds advice to torch's error where a hook mixes parts of parameters with others, or copies.
+
+    A copy is one of a unit, as an average of weights makes it.
+    """
+    if isinstance(error, AssertionError) and "FSDP does not support deepcopy" in str(error):
+        error.add_note(
+            "The module is sharded before `on_fit_start`, and units cannot be copied. For an"
+            " average of weights use ShardedWeightAveraging, or DDPStrategy."
+        )
     if isinstance(error, RuntimeError) and _is_of_a_part(error):
         error.add_note(
             "Each rank has a part of a parameter, and outside of steps it is not gathered. Take the"

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_dist import FSDPStrategy
 from lightning_dist.wrap import AnyOf, ByClass, ByName, EachBlock
@@ -302,17 +303,31 @@ class Shadowed(Classifier):
             parameter.detach() - torch.zeros(parameter.shape, dtype=parameter.dtype)
 
 
-def follow() -> str:
+class Averaged(Classifier):
+    """Copies its sharded model, to average the weights there."""
+
+    def on_fit_start(self) -> None:
+        AveragedModel(self.model)
+
+
+def follow(module: type[Classifier], error: type[Exception], message: str) -> str:
     strategy = FSDPStrategy(timeout_s=20.0)
     trainer = make_trainer(devices=2, strategy=strategy)
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
-        trainer.fit(make_module(Shadowed), make_loader(8), make_loader(8))
+    with pytest.raises(error, match=message) as caught:
+        trainer.fit(make_module(module), make_loader(8), make_loader(8))
     return "\n".join(getattr(caught.value, "__notes__", []))
 
 
 def test_a_hook_that_mixes_shards_and_tensors_has_advice(workers: WorkerPool) -> None:
-    for notes in workers.run(2, follow):
+    mixed = r"mixed torch\.Tensor and DTensor"
+    for notes in workers.run(2, follow, Shadowed, RuntimeError, mixed):
         assert "parameter.full_tensor()" in notes
+
+
+def test_a_hook_that_copies_a_unit_has_advice(workers: WorkerPool) -> None:
+    copied = "does not support deepcopy"
+    for notes in workers.run(2, follow, Averaged, AssertionError, copied):
+        assert "use ShardedWeightAveraging" in notes
 
 
 @pytest.mark.parametrize("size", ["x", 1.5, 0])
