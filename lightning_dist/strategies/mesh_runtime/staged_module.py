@@ -23,6 +23,7 @@ from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import explain_shard_errors
 from lightning_dist.engine.pipeline.fsdp_gradients import ParamGradAccumulator
 from lightning_dist.engine.pipeline.gradients import HeldGradients
+from lightning_dist.engine.pipeline.microbatch import Microbatch
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
 from lightning_dist.engine.splitting.config import PipelineConfig
@@ -31,6 +32,7 @@ from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.engine.tensors.module_tree import dotted
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.run_setup import Closure, Step, StepContext
+from lightning_dist.strategies.mesh_runtime.first_call import arguments_of
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.pipelining.checks import arguments_of_step
 from lightning_dist.strategies.pipelining.session import Session, WrappedStages
@@ -114,6 +116,17 @@ class StagedModule(ShardedModule):
             session.close(failed=failed)
 
     # --- steps -------------------------------------------------------------------------------
+
+    def bare_step(self, context: StepContext) -> Callable[[Microbatch], Any]:
+        """Returns the training step of a micro-batch, without what a run does around it."""
+        own = self.module.training_step
+        step = self.wrap_step(own)
+
+        def train(microbatch: Microbatch) -> Any:
+            with context():
+                return step(*arguments_of(own, microbatch.content, 1))
+
+        return train
 
     @override
     def train(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:

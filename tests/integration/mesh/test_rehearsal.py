@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 import pytest
 import torch
@@ -26,12 +28,17 @@ MESHES = {
 }
 
 
+def rehearse(module: L.LightningModule, batch: Any) -> Rehearsal:
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    device = torch.device("cpu")
+    return Rehearsal(module, batch, Precision(), device, "gloo", dist.get_rank(), 2, 30.0)
+
+
 def try_steps(name: str) -> float:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     module, mesh = make_gpt(), MESHES[name]
     module.configure_model()
-    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     before = {key: value.clone() for key, value in module.state_dict().items()}
     batch = tuple(part[:4] for part in data().tensors)
     strategy = MeshStrategy(
@@ -39,9 +46,7 @@ def try_steps(name: str) -> float:
         pipeline=PipelineConfig(num_microbatches=2),
         tensor=TensorConfig(plan="auto"),
     )
-    rehearsal = Rehearsal(
-        module, batch, Precision(), torch.device("cpu"), "gloo", dist.get_rank(), 2, 30.0
-    )
+    rehearsal = rehearse(module, batch)
     ranks = pool_of_world().mesh(mesh, "cpu", "gloo")
     taken = rehearsal.seconds(mesh, ranks, strategy.parallelism(mesh))
     after = module.state_dict()
@@ -57,6 +62,39 @@ def try_steps(name: str) -> float:
 def test_a_copy_trains(workers: WorkerPool, name: str) -> None:
     first, second = workers.run(2, try_steps, name)
     assert 0 < first == second < 10
+
+
+class TakesABatch(L.LightningModule):
+    """Has layers that tensor ranks share, and a step without ``batch_idx``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2)) for _ in range(2)]
+        self.model = nn.Sequential(*blocks)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.model(batch).mean()
+
+
+def try_tensor_ranks_of_stages() -> float:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    module, mesh = TakesABatch(), MeshShape(pp=2, tp=2)
+    rehearsal = rehearse(module, torch.ones(4, 2))
+    styles = {"model.*.0": "colwise", "model.*.2": "rowwise"}
+    strategy = MeshStrategy(
+        **mesh.sizes,
+        pipeline=PipelineConfig(num_microbatches=2),
+        tensor=TensorConfig(plan=styles),
+    )
+    ranks = pool_of_world().mesh(mesh, "cpu", "gloo")
+    taken = rehearsal.seconds(mesh, ranks, strategy.parallelism(mesh))
+    dist.destroy_process_group()
+    return taken
+
+
+def test_tensor_ranks_of_stages_get_what_their_step_takes(workers: WorkerPool) -> None:
+    assert len({*workers.run(4, try_tensor_ranks_of_stages)}) == 1
 
 
 class FailsAtItsEnd(L.LightningModule):
@@ -78,17 +116,7 @@ def try_to_fail() -> str:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     module, mesh = FailsAtItsEnd(), MeshShape(pp=2)
-    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    rehearsal = Rehearsal(
-        module,
-        torch.ones(4, 2),
-        Precision(),
-        torch.device("cpu"),
-        "gloo",
-        dist.get_rank(),
-        2,
-        30.0,
-    )
+    rehearsal = rehearse(module, torch.ones(4, 2))
     strategy = MeshStrategy(pp=2, pipeline=PipelineConfig(num_microbatches=2))
     ranks = pool_of_world().mesh(mesh, "cpu", "gloo")
     with pytest.raises(ValueError, match=r"not on a stage|Another stage") as error:

@@ -32,7 +32,7 @@ from lightning_dist.engine.comms.links import ChannelEnds
 from lightning_dist.engine.data_parallel.replicas import average, average_gradients
 from lightning_dist.engine.parallelize.composition import ParallelModule, parallelize
 from lightning_dist.engine.parallelize.parallelism import Parallelism
-from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
+from lightning_dist.engine.pipeline.microbatch import Loss
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.planning.dry_run_report import DryRunSummary, RankKind, collapse
@@ -215,14 +215,7 @@ class DryStep:
         options = stage_options(split.layers, staged.wrapped, None, _CPU)
         tied = TiedSums(split.ties, split.rank_of_stage, shape.rank, ChannelEnds())
         pipeline = Pipeline(split.layers, shape, links, options, shared=tied.names)
-        own_step = staged.module.training_step
-        step = staged.wrap_step(own_step)
-
-        def train(microbatch: Microbatch) -> Any:
-            with self.run.precision.train_step_context():
-                return step(*arguments_of(own_step, microbatch.content, 1))
-
-        pipeline.train_batch(batch, train)
+        pipeline.train_batch(batch, staged.bare_step(self.run.precision.train_step_context))
         pipeline.install_gradients()
         staged.add_gradients()
         replicas = self._replicas()

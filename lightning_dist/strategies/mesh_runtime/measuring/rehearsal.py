@@ -32,7 +32,7 @@ from lightning_dist.engine.data_parallel.replicas import average_gradients
 from lightning_dist.engine.parallelize.composition import ParallelModule, parallelize
 from lightning_dist.engine.parallelize.mixed_tensors import split_groups_by_mesh
 from lightning_dist.engine.parallelize.parallelism import Parallelism
-from lightning_dist.engine.pipeline.microbatch import Loss, Microbatch
+from lightning_dist.engine.pipeline.microbatch import Loss
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
 from lightning_dist.engine.profiling.links import seconds_of
@@ -172,12 +172,7 @@ class Rehearsal:
         )
         half = half_precision_of(self.precision)
         options = stage_options(split.layers, staged.wrapped, half, self.device)
-        run = staged.wrap_step(staged.module.training_step)
-
-        def train(microbatch: Microbatch) -> Tensor:
-            with self.precision.train_step_context():
-                return Loss.of(run(*arguments_of(run, microbatch.content, 1))).value
-
+        train = staged.bare_step(self.precision.train_step_context)
         replicas = axis(ranks, "dp_replicate") if staged.is_whole else None
 
         def complete() -> None:
