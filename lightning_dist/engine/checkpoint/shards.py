@@ -61,7 +61,10 @@ class _DiskWriter(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            raise storage_error(error) or error from error
+            cause = storage_error(error)
+            if cause is None:
+                raise
+            raise cause from error
 
 
 def read_shards(

@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from lightning_dist.engine.checkpoint.directory import NotSavedError, temporary_name
 from lightning_dist.engine.checkpoint.files import load_full, save_full, save_sharded
@@ -152,3 +153,15 @@ def test_the_longest_name_of_a_file_system_can_be_saved_twice(tmp_path: Path, sa
         save(checkpoint(epoch), path)
         assert load_full(path)["epoch"] == epoch
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_that_is_not_the_disks_stays_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fail)
+    with pytest.raises(RuntimeError, match="some.ckpt was not saved: RuntimeError: out of memory"):
+        save_sharded(checkpoint(1), tmp_path / "some.ckpt", None)
+    assert not list(tmp_path.iterdir())
