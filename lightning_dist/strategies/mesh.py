@@ -1,7 +1,7 @@
 """Several parallelisms at once: stages x replicas x shards x tensor-parallel ranks.
 
-The named strategies are special cases of the compositions of :class:`ShardedStrategy`. This
-strategy has all of their arguments.
+The strategy takes the arguments of ``FSDPStrategy`` and ``TensorParallelStrategy``, those of
+``PipelineStrategy`` with a synchronous schedule, and those of ``DDPStrategy`` on averaged weights.
 """
 
 from __future__ import annotations

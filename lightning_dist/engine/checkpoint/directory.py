@@ -83,7 +83,7 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def refuse_other_folder(target: Path) -> None:
-    """Checks that a save to a path would remove a checkpoint, if anything.
+    """Refuses a path at which a save would remove other files than a checkpoint.
 
     Raises:
         NotSavedError: There is a directory of other files.

@@ -242,7 +242,10 @@ class EarlierGradients:
                 self._earlier[parameter], parameter.grad = parameter.grad, None
 
     def keep(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gives back what a batch added nothing to, where more batches follow before the update."""
+        """Restores earlier gradients of parameters that the batch did not use.
+
+        Call it where more batches follow before the update.
+        """
         self._incomplete = {p for p in parameters if p.grad is not None}
         for parameter in self._earlier.keys() - self._incomplete:
             parameter.grad = self._earlier.pop(parameter)

@@ -117,18 +117,18 @@ def _has_rows(output: Tensor, num_samples: int) -> bool:
 
 
 def _depends_on(output: Tensor, inputs: Sequence[Tensor]) -> bool:
-    """Whether an output is made of the samples at all, and not of parameters alone."""
+    """Returns whether an output depends on the samples, and not on parameters alone."""
     return _reaches(node_of(output), inputs)
 
 
 def _reaches(node: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether a backward from a node reaches one of some tensors."""
+    """Returns whether a backward from a node reaches one of some tensors."""
     beneath = nodes_beneath([node])
     return any(node_of(tensor) in beneath for tensor in tensors)
 
 
 def _is_twice_differentiable(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Whether only torch's own operations lie between the outputs and the loss.
+    """Returns whether only torch's own operations lie between the outputs and the loss.
 
     A function in Python may hide a value from its second derivative, or talk to other ranks.
     """
@@ -229,7 +229,7 @@ def _has_value(divisor: Tensor | int) -> bool:
 
 
 def _is_sum(node: Any, num_samples: int) -> bool:
-    """Whether a node sums over samples."""
+    """Returns whether a node sums over samples."""
     if not node.name().startswith("SumBackward"):
         return getattr(node, "_saved_reduction", None) == _SUM
     if num_samples < 2 or next(iter(node._saved_self_sym_sizes), 1) % num_samples:

@@ -219,10 +219,10 @@ class Runtime:
             self._keys_in[place] = self._note_activation(stage, activation)
 
     def _activation_key(self, before: int, index: int, work: Work) -> Hashable:
-        """Returns what both ends know of an activation beforehand; None if they know nothing.
+        """Returns the key under which both ends know an activation's shapes; None if unknown.
 
-        They know nothing of the first one of a training batch, nor of those of a batch of an
-        unknown class, whose tensors are not found.
+        Unknown are the first activation of a training batch, and those of a batch of an unknown
+        class, whose tensors are not found.
         """
         shapes = self._shapes_of(index, work)
         if not shapes:

@@ -260,9 +260,9 @@ def _check_names(number: int, own: nn.Module, layers: nn.Module) -> None:
 
 
 def _start_autograd(device: torch.device) -> None:
-    """Gives autograd's thread of a GPU its context, which the thread's first kernel brings.
+    """Creates the CUDA context of autograd's thread, by a first kernel.
 
-    In a stage without a loss the first one may be a product, and cuBLAS warns where there is none.
+    In a stage without a loss the first kernel may be a product, and cuBLAS warns without a context.
     """
     if device.type == "cuda":
         with torch.enable_grad():

@@ -76,7 +76,7 @@ NO_INPUT_GRADIENTS = (
 
 
 def refuse_input_gradients(arguments: Any) -> Undo:
-    """Lets a step fail that asks for gradients by what it calls the pipelined module with.
+    """Refuses gradients by the arguments of the pipelined module's call, if a step asks for them.
 
     They would lack the part through the module, on a later stage than the first.
 
@@ -98,7 +98,7 @@ def refuse_input_gradients(arguments: Any) -> Undo:
 
 
 def refuse_other_stages(loss: Tensor, stage: nn.Module, others: Sequence[nn.Module]) -> None:
-    """Checks that a loss is not computed with weights of other stages that this rank has.
+    """Refuses a loss that is computed with weights of other stages that this rank has.
 
     Its gradient by them would be lost, and on other ranks they are not there to be used.
 
@@ -108,7 +108,7 @@ def refuse_other_stages(loss: Tensor, stage: nn.Module, others: Sequence[nn.Modu
         others: The layers of the rank's other stages.
 
     Raises:
-        ValueError: It is.
+        ValueError: The loss is such a one.
     """
     own = {id(parameter) for parameter in stage.parameters()}
     named = [pair for other in others for pair in other.named_parameters()]
@@ -127,7 +127,7 @@ def refuse_other_stages(loss: Tensor, stage: nn.Module, others: Sequence[nn.Modu
 
 
 def refuse_parameters_beside(loss: Tensor, stage: nn.Module) -> None:
-    """Checks that a loss is not computed with trainable parameters that no stage has.
+    """Refuses a loss that is computed with trainable parameters that no stage has.
 
     Each micro-batch's backward would add to their ``grad`` at once, whole, not as a share.
 
@@ -136,7 +136,7 @@ def refuse_parameters_beside(loss: Tensor, stage: nn.Module) -> None:
         stage: The layers of the last stage.
 
     Raises:
-        ValueError: It is.
+        ValueError: The loss is such a one.
     """
     if not loss.requires_grad:
         return

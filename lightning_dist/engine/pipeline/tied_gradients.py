@@ -94,7 +94,10 @@ class TiedSums:
         self._earlier.set_apart(self._own(parameters))
 
     def keep(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Gives back what a batch added nothing to, if more batches follow before the update."""
+        """Restores earlier gradients of parameters that the batch did not use.
+
+        Call it if more batches follow before the update.
+        """
         self._earlier.keep(self._own(parameters))
 
     def _own(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:

@@ -53,7 +53,8 @@ class PipelineConfig:
     Attributes:
         schedule: Name of the schedule.
         num_microbatches: Pieces of each Lightning batch.
-        layers: Dotted path of the pipelined module; or ``"trace"``, or ``"trace:"`` and a path.
+        layers: ``"auto"``, or the dotted path of an ``nn.Sequential`` or ``nn.ModuleList`` of
+            layers; or ``"trace"``, or ``"trace:"`` and the path of the pipelined module.
         partition: Name of the rule that cuts the module, or the layers per stage.
         weight_versions: Weights with which an asynchronous backward computes.
         stages_per_rank: Stages on each rank; ``"auto"`` takes the fewest that the schedule needs.

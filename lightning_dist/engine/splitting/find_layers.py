@@ -1,7 +1,6 @@
 """Finds the module to cut, and raises errors for modules that cannot be cut.
 
-All checks look at the module and the trainer alone, so each rank finds the same before any
-communication.
+All checks look at the module alone, so each rank finds the same before any communication.
 """
 
 from __future__ import annotations
@@ -225,7 +224,7 @@ def _find_trainable(module: nn.Module, is_behind: IsBehind) -> tuple[str, nn.Seq
 
 
 def _refuse_sequences(module: nn.Module, names: Sequence[str]) -> NoReturn:
-    """Says what to do where several sequences, or none, hold trainable parameters."""
+    """Refuses a module in which several sequences, or none, hold trainable parameters."""
     found = f"Several `nn.Sequential`s hold trainable parameters: {names}"
     ways: list[str] = []
     if not names:
@@ -289,7 +288,7 @@ def choose_partition(
 
 
 def refuse_places_outside(module: nn.Module, path: str, layers: Layers) -> None:
-    """Checks that no parameter of a layer has another name outside of the pipelined module.
+    """Refuses a parameter of a layer that has another name outside of the pipelined module.
 
     Stages without the layer would keep that parameter at its initial value.
     """
@@ -313,7 +312,7 @@ def refuse_places_outside(module: nn.Module, path: str, layers: Layers) -> None:
 
 
 def refuse_ties(ties: Sequence[Tie], reason: str) -> None:
-    """Checks that there are no ties; the reason, a sentence, says what to do instead."""
+    """Refuses ties; the reason, a sentence, says what to do instead."""
     if ties:
         raise ValueError(
             f"The parameters {ties[0]} are tied. {reason} Or put both layers on one stage with"

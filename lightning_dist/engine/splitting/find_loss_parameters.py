@@ -76,7 +76,7 @@ def holds_layers(module: nn.Module, path: str, is_behind: IsBehind) -> bool:
 
 
 def give_loss_parameters(module: nn.Module, path: str, layers: Layers) -> None:
-    """Gives the layers the user's module, and what steps use behind them, on all ranks alike."""
+    """Assigns the user's module and its loss parameters to the layers, on all ranks alike."""
     layers.users_module = module
     outside, known = trainable_outside(module, path), LossParameters.of(module)
     if not path:  # what the forward of the user's own module does not use
@@ -91,7 +91,7 @@ def give_loss_parameters(module: nn.Module, path: str, layers: Layers) -> None:
 
 
 def refuse_cuts(layers: Layers, path: str, cuts: Iterable[str]) -> None:
-    """Checks that tensor parallelism cuts none of them, where data ranks have shards."""
+    """Refuses loss parameters that tensor parallelism cuts, where data ranks have shards."""
     names = sorted(layers.of_loss.names & {*cuts})
     if names:
         raise ValueError(

@@ -30,11 +30,11 @@ class PlacedParameters:
         module: The module.
 
     Attributes:
-        kept_as: An attribute of the module, in which they are from a cut to later runs.
+        kept_as: Name of the module's attribute that keeps the parameters from a cut to later runs.
         is_first: Whether the stage is that of the first layer, or that of the last one.
-        prefix: What their names begin with in the user's module.
-        compute_dtypes: The dtypes in which they compute on their own rank, by name; one without an
-            entry computes in its own dtype.
+        prefix: Prefix of the parameters' names in the user's module.
+        compute_dtypes: The dtypes in which parameters compute on their own rank, by name. A
+            parameter without an entry computes in its own dtype.
     """
 
     kept_as: ClassVar[str]
@@ -55,27 +55,27 @@ class PlacedParameters:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
-        """Returns those of a module that an earlier run has cut, or none."""
+        """Returns the placed parameters of a module that an earlier run has cut, or none."""
         known = vars(module).get(cls.kept_as)
         return known if isinstance(known, cls) else cls(module)
 
     def __contains__(self, name: str) -> bool:
-        """Returns whether a name in the module is one of theirs."""
+        """Returns whether a name in the module is that of a placed parameter."""
         return name in self._shapes
 
     @property
     def names(self) -> set[str]:
-        """Their names in the user's module, all of a tied one."""
+        """The parameters' names in the user's module; of a tied parameter all names."""
         return {self.prefix + name for name in self._shapes}
 
     @property
     def foreign_names(self) -> set[str]:
-        """The names of those that another rank has."""
+        """The names of parameters that another rank has."""
         return {self.prefix + name for name in self._removed.names}
 
     @property
     def num_elements(self) -> int:
-        """The sum of their sizes."""
+        """The number of elements of all parameters; a tied one counts once."""
         return sum(shape.numel() for shape in {id(s): s for s in self._shapes.values()}.values())
 
     def add(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -86,24 +86,24 @@ class PlacedParameters:
             self._shapes.setdefault(name, shape)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns those that this rank has, by their first names."""
+        """Returns the parameters that this rank has, by their first names."""
         own = self._shapes.keys() - self._removed.names
         named = self.module.named_parameters()
         return {self.prefix + name: parameter for name, parameter in named if name in own}
 
     def put_into(self, stage: nn.Module) -> None:
-        """Puts them into the module that runs the stage's layers, under names of their own."""
+        """Registers the parameters in the module of a stage's layers, under names of their own."""
         for name, parameter in self.parameters().items():
             stage.register_parameter(f"beside/{name.replace('.', '/')}", parameter)
 
     def settle(self, *, is_here: bool) -> None:
-        """Removes them from the module on a rank without their stage."""
+        """Ends a cut: removes the parameters from the module on a rank without their stage."""
         if self._shapes:
             vars(self.module)[self.kept_as] = self
         self._removed.take(set() if is_here else self._shapes.keys() - self._removed.names)
 
     def as_empty(self, device: torch.device | None) -> AbstractContextManager[None]:
-        """Returns a context manager with all of them in place, if without values."""
+        """Returns a context manager with all parameters in place, remote ones without values."""
         return self._removed.as_empty(device)
 
     def attach(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The cut of a model into stages: decided on the whole model, then carried out.
 
-All ranks decide alike, since each of them sees the whole model. The two are apart, so that a caller
-may run ``configure_optimizers`` in between, which may read any parameter's value.
+All ranks decide alike, since each of them sees the whole model. Between the decision and the cut a
+caller may run ``configure_optimizers``, which may read any parameter's value.
 """
 
 from __future__ import annotations

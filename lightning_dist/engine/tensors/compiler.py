@@ -97,7 +97,7 @@ def _keeping() -> Iterator[None]:
 
 
 def refuse_wrapper(module: nn.Module) -> None:
-    """Checks that a module whose forward will be replaced is not the result of ``torch.compile``.
+    """Refuses a result of ``torch.compile`` as a module whose forward will be replaced.
 
     The replaced forward of such a wrapper would not be compiled, or run compiled inside of ours.
 
@@ -112,10 +112,10 @@ def refuse_wrapper(module: nn.Module) -> None:
 
 
 def refuse_compiled(blocks: nn.Module, path: str) -> None:
-    """Checks that a sequence of blocks, which stages share, has not been compiled as a whole.
+    """Refuses a sequence of blocks, which stages share, that has been compiled as a whole.
 
     Raises:
-        ValueError: It has been.
+        ValueError: The sequence has been compiled.
     """
     if getattr(blocks, "_compiled_call_impl", None) is not None:
         raise ValueError(

@@ -56,6 +56,8 @@ Read = Literal["first", "each"]
 class RunArguments(TypedDict, total=False):
     """The arguments that all strategies have, besides their own.
 
+    Those without a description are Lightning's, as for any of its strategies.
+
     Attributes:
         timeout_s: Seconds that a rank waits for another before it gives up; 1800 by default.
         save_full: Whether to write one ordinary ``.ckpt`` file, or else a directory of shards. By
@@ -70,11 +72,6 @@ class RunArguments(TypedDict, total=False):
             ``"error"`` or ``"off"``.
         process_group_backend: ``"gloo"`` or ``"nccl"``, for what is on the device; None takes the
             device's own. Control messages always go over gloo.
-        accelerator: As for any Lightning strategy.
-        parallel_devices: As for any Lightning strategy.
-        cluster_environment: As for any Lightning strategy.
-        checkpoint_io: As for any Lightning strategy.
-        precision_plugin: As for any Lightning strategy.
     """
 
     timeout_s: float
@@ -240,7 +237,7 @@ class DistributedStrategy(ProcessMesh):
         return self.mesh.pp == 1 and self.mesh.has_whole_layers
 
     def view(self) -> RankView:
-        """Returns what callbacks see of this rank, from ``setup_environment`` on."""
+        """Returns the view of this rank for callbacks, from ``setup_environment`` on."""
         axes = tuple(self.mesh.sizes)
         return RankView(self.mesh, lambda p: self.group(*axes, purpose=p), self.predict_memory)
 

@@ -2,8 +2,10 @@
 
 Each function says which name, and why no public one serves. The tests call each of them on the real
 objects, so that a renamed attribute fails there and not in a user's run. The names by which batches
-are read are in :mod:`.lightning_loaders`, those of the launcher in :mod:`.launcher`. A
-private name of torch that one module needs stands in that module.
+are read are in :mod:`.lightning_loaders`, those of the launcher in :mod:`.launcher`. Names that
+Lightning's own strategies set or override (``_layer_sync``, ``_checkpoint_io``, ``_launcher``,
+``_configure_launcher``) stand in the strategies. A private name of torch that one module needs
+stands in that module.
 """
 
 from __future__ import annotations

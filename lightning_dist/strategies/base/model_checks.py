@@ -1,4 +1,4 @@
-"""Refuse callbacks and optimizers that need the whole model, if a rank has a part only.
+"""Refuse modules, callbacks and optimizers that go wrong with parts or replicas of a model.
 
 Each check raises ``ValueError``.
 """

@@ -265,17 +265,17 @@ class ProcessMesh(ParallelStrategy):
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        """All ranks; a gloo group, as the next."""
+        """The gloo group of all ranks."""
         return self.group(*self.mesh.sizes)
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same part of the model and read other data."""
+        """The gloo group of ranks that hold the same part of the model and read other data."""
         return self.group(*DATA_AXES)
 
     @property
     def data_device_group(self) -> DeviceGroup:
-        """The same ranks, for tensors of this rank's device."""
+        """The ranks of :attr:`data_group`, as a group for tensors of this rank's device."""
         return self.device_group(*DATA_AXES)
 
     @property

@@ -62,11 +62,11 @@ class Viewable(Protocol):
     """A strategy that shows its rank to callbacks."""
 
     def view(self) -> RankView:
-        """Returns what callbacks see of this rank, from ``setup_environment`` on."""
+        """Returns the view of this rank for callbacks, from ``setup_environment`` on."""
 
 
 def view_of(trainer: pl.Trainer) -> RankView:
-    """Returns what a trainer's strategy shows of this rank, or that of one replica of several."""
+    """Returns a strategy's view of this rank, or that of one replica if the strategy has none."""
     if isinstance(trainer.strategy, Viewable):
         return trainer.strategy.view()
     size = trainer.world_size

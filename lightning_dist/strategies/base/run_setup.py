@@ -250,9 +250,10 @@ class RunSetup(LayoutFreeCheckpoints):
 
     @abstractmethod
     def drain(self) -> None:
-        """Makes all ranks' parts those of the same update. Collective: every rank must call it.
+        """Brings all ranks to the state after the same update.
 
-        Validation, checkpoints and the end of training call it by themselves.
+        Collective: every rank must call it. Validation, checkpoints and the end of training call it
+        by themselves.
         """
 
     @override

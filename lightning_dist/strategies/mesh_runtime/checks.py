@@ -1,6 +1,7 @@
 """Refuse modules, arguments and precisions that do not go with shards, or with a mesh.
 
-Each check raises ``ValueError`` with the reason, on all ranks alike, before any waits for another.
+Each function raises ``ValueError`` with the reason, on all ranks alike, before any rank waits for
+another.
 """
 
 from __future__ import annotations

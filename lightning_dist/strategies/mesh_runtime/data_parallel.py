@@ -1,9 +1,9 @@
 """Base of the strategies whose ranks read different data and synchronise in each step.
 
 Random numbers depend on the batch alone. They differ between ranks, but for those that share the
-data out. BatchNorm covers all ranks on a CPU, too. Runs end together. Before validation, a
-checkpoint and the end of training, the weights are made the same on all ranks. Each rank has the
-whole model, unless a strategy places it otherwise.
+data out. With ``sync_batchnorm=True``, BatchNorm covers all ranks on a CPU, too. Runs end together.
+Before validation, a checkpoint and the end of training, the weights are made the same on all ranks.
+Each rank has the whole model, unless a strategy places it otherwise.
 """
 
 from __future__ import annotations
@@ -157,7 +157,10 @@ class DataParallelStrategy(RunSetup):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """As Lightning's; hooks ahead of a training step, which may write weights, draw alike."""
+        """Moves a batch to a device, and seeds all ranks alike for the hooks ahead of a step.
+
+        These hooks may write weights.
+        """
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self.module.trainer.training:
             self._seed_alike(_BATCH)

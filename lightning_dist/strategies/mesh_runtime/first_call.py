@@ -73,7 +73,9 @@ def first_call(
     traced: nn.Module,
     path: str,
 ) -> Arguments:
-    """Returns what the first step of a run calls a module with, alike on all ranks. Collective.
+    """Returns the arguments of a module's call in the run's first step, equal on all ranks.
+
+    Collective: every rank must call it.
 
     Raises:
         ValueError: There is no batch, or the step does not reach the call.

@@ -1,4 +1,4 @@
-"""Say in one line at the start of training how a model is sharded, unless by stages only.
+"""Describe in one line at the start of training how a model is sharded or replicated.
 
 ``strategy.describe()`` has the details; this is the line to look for in a log. The stages of a
 pipeline are described with the first batch: see :mod:`.pipelining.start_line`.

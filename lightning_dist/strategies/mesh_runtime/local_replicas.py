@@ -138,7 +138,7 @@ class LocalReplicas(DataParallelStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """As Lightning's, but gradients are complete before ``on_after_backward``."""
+        """Runs the backward, and completes gradients before ``on_after_backward``."""
         self.pre_backward(closure_loss)
         plugin, module = self.precision_plugin, self.module
         loss = plugin.pre_backward(closure_loss, module)

@@ -1,8 +1,7 @@
 """Refuse trainers and modules that a pipeline cannot run, before any rank waits for another.
 
-Each check reads the trainer and the module, which are the same on all ranks, so all ranks raise the
-same ``ValueError``. The strategy's own arguments check themselves, in
-:mod:`.splitting.config`.
+What is checked of the trainer and the module is the same on all ranks, so all ranks raise the same
+``ValueError``. The strategy's own arguments check themselves, in :mod:`.splitting.config`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ def find_statistics_of_all(
 ) -> tuple[str, ...]:
     """Lists the modules of all stages that compute statistics of a training batch.
 
-    Evaluations list them too, in whatever mode they are: a batch is left whole in all runs alike.
+    Collective: every rank must call it. Evaluations list the modules too, in whatever mode they
+    are: a batch is left whole in all runs alike.
     """
     is_fitting = module.trainer.state.fn == TrainerFn.FITTING
     own = find_batch_statistics(module, in_any_mode=not is_fitting)

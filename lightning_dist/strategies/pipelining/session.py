@@ -1,7 +1,7 @@
 """Opens all parts of a pipeline at a strategy's ``setup``, and closes them at its ``teardown``.
 
 Two strategies run pipelines, on whole layers and on shards. The parts and their order are the same
-for both, and :class:`WrappedStages` is all that differs.
+for both. What differs is passed to :class:`Session` by keyword.
 """
 
 from __future__ import annotations
@@ -240,7 +240,10 @@ def _share_tied(
     *,
     runs_hooks: bool,
 ) -> TiedSums:
-    """Gives copies of a parameter the same value. Collective: all stages must call it."""
+    """Creates the sums of tied gradients, and sends each tied parameter's value to its copies.
+
+    Collective: all stages must call it.
+    """
     layers = split.layers.module
 
     def change(name: str, gradient: Tensor) -> Tensor | None:

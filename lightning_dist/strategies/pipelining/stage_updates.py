@@ -1,4 +1,4 @@
-"""A strategy that trains and updates a rank's stages: Lightning's calls for each batch."""
+"""Lightning's calls for each batch of a pipeline: its step, its backward and its update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_dist.strategies.pipelining.session import Session
 
 
 class StageUpdates(RunSetup):
-    """A strategy that trains and updates a rank's stages: Lightning's calls for each batch."""
+    """Base of strategies that train and update a rank's stages."""
 
     def __init__(self, config: PipelineConfig, **arguments: Any) -> None:
         super().__init__(**arguments)

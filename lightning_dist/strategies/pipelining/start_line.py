@@ -1,6 +1,6 @@
 """Says at the start of training how a pipeline was cut, and how batch statistics are computed.
 
-Both depend on the first batch, whose size decides the micro-batches, so the line waits for it.
+The size of the first batch decides the micro-batches, so the line waits for that batch.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def agree_on_cut(
 
 
 def refuse_shared_parameters(layers: Layers) -> None:
-    """Checks that no two layers share a parameter, since layers move one by one.
+    """Refuses layers that share a parameter, since layers move one by one.
 
     Raises:
         ValueError: Two layers share a parameter.

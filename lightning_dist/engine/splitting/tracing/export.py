@@ -227,7 +227,7 @@ def _explain(error: Exception) -> str:
 
 
 def _refuse_fixed_batch(program: ExportedProgram, call: Call) -> None:
-    """Checks that a graph takes other batch sizes than the example's."""
+    """Refuses a graph that takes no other batch size than the example's."""
     size = call.batch_size
     if (
         size is not None

@@ -229,7 +229,7 @@ class TraceProgram:
         return trace
 
     def _refuse_far_buffers(self, trace: _Trace, segments: Sequence[Segment]) -> None:
-        """Checks that a later graph needs no buffer of another layer, which may be far away."""
+        """Refuses a later graph that needs a buffer of another layer, which may be far away."""
         written = trace.graph.written(trace.graph.names)
         for index, segment in enumerate(segments):
             for name in segment.names:
@@ -293,7 +293,7 @@ def _without_graph(call: Call) -> Call:
 
 
 def _refuse_hooks(parts: Parts) -> None:
-    """Checks that no part has forward hooks, which a graph does not run."""
+    """Refuses parts with forward hooks, which a graph does not run."""
     names = [
         name
         for name, part in parts.items()

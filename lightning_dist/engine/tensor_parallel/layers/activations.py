@@ -1,9 +1,9 @@
 """The collectives at the borders of a tensor-parallel region.
 
 Between the input of a ``colwise`` layer and the output of its ``rowwise`` partner each rank has
-other features. Outside, the activation is the same on all ranks, or its sequence is sharded. The
-four functions are conjugate pairs (Megatron-LM, section 3; sequence parallelism: Korthikanti et al.
-2022, section 4.2.2):
+other features. Outside, the activation is the same on all ranks, or its sequence is sharded. In
+either case :func:`enter` and :func:`leave` are a conjugate pair (Megatron-LM, section 3; sequence
+parallelism: Korthikanti et al. 2022, section 4.2.2):
 
 ====================  ==============  =============================  =========================
 function              outside         forward                        backward

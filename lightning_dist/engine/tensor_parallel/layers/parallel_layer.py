@@ -158,7 +158,7 @@ def cuts_of(layer: nn.Module, style: Style, num_stacked: int) -> dict[str, Place
 def _with_shards(
     layer: nn.Linear, bias: Callable[[nn.Linear], Tensor | None], *, by_output: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Returns what computes with this rank's shards of a projection."""
+    """Returns a projection's forward with this rank's shards."""
 
     def compute(part: nn.Linear, x: Tensor) -> Tensor:
         return project(part, x, local_part(part.weight), bias(part))

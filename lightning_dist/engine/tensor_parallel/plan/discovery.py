@@ -1,9 +1,10 @@
 """Finds a tensor-parallel plan from the model.
 
 The plan of the user's module comes first, then the names and sizes that are usual for transformers.
-A layer stays whole if it is not surely one of these, or if its shards do not add up to the whole
-(:mod:`.plan.verify`). That never changes a number. The first step checks modules that cannot be run
-on their own (:mod:`.layers.graph_check`).
+A layer is replicated if it is not surely one of these, or if its shards do not add up to the whole
+(:mod:`.plan.verify`). A module that cannot be run on its own is cut by names and sizes. The first
+step checks it with its own arguments (:mod:`.plan.first_calls`), or warns that it is not proven.
+The first step also checks the borders of all regions (:mod:`.layers.graph_check`).
 
 A Hugging Face model's built-in plan is written for inference, and is not read: of 39 architectures
 of transformers none names a layer that is not found here, and six name fewer.

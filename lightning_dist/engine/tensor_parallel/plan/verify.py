@@ -4,8 +4,8 @@ Whether layers can be sharded depends on the code between them, which may lay ou
 another way, or use all features at once. So a copy of the module around the layers is run, whole
 and in parts (:mod:`.plan.proof`), in training mode and in evaluation mode. A module whose arguments
 cannot be guessed (:mod:`.plan.trial_run`), or a large whole model, is not verified here, but at its
-first call (:mod:`.plan.first_calls`). If it has an attention that computes with the width of all
-heads, that is a flaw, too.
+first call (:mod:`.plan.first_calls`). An attention in such a module that computes with the width of
+all heads is a mismatch, too.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class _PositionComparison:
         return self._trial.run(part, TrialNumbers(), own)
 
     def _give(self, met: Sequence[Tensor], rank: int, tolerance: float) -> _Change:
-        """Returns what gives a layer the whole sequence for a rank's shard of it."""
+        """Returns the function that replaces a rank's shard by the whole sequence."""
         calls = iter(met)
 
         def give(x: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class PartWarning:
 
 
 def warn_of_part(module: nn.Module) -> None:
-    """Makes a module of which this rank holds a part, and each such network in it, warn."""
+    """Registers the warning on a module, and on the cut or sharded networks in it."""
     if _ATTRIBUTE not in vars(module):
         warning = PartWarning()
         for part in module.modules():

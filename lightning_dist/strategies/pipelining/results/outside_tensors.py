@@ -238,9 +238,9 @@ class OutsideTensors:
 
     @torch.no_grad()
     def _written(self, names: Iterable[str], at_most: int | None = None) -> dict[str, Any]:
-        """Returns what changes with each write into tensors outside of the layers.
+        """Returns marks of tensors outside of the layers, which change with each write.
 
-        Fingerprints are in it, for torch does not count what is written into ``tensor.data``.
+        Fingerprints are in them, for torch does not count what is written into ``tensor.data``.
         """
         found = {name: self._tensor(name) for name in names}
         marks = {name: (id(tensor), mark(tensor)) for name, tensor in found.items()}

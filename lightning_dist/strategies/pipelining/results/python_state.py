@@ -104,7 +104,7 @@ class _Same:
 
 
 def mark(value: Any, depth: int = _DEPTH) -> Any:
-    """Returns what changes with a value that stays the same object.
+    """Returns a mark that changes with in-place writes into a value.
 
     Args:
         value: The value of an attribute. What is in attributes of an object has names of its own.

@@ -38,7 +38,7 @@ class StepRates:
         self._before = [group_values(optimizer) for optimizer in self._trainer.optimizers]
 
     def take(self) -> list[Changes]:
-        """Returns what the steps of a batch have set, by optimizer; empty if nothing.
+        """Returns the values that the steps of a batch have set, by optimizer; empty if none.
 
         Raises:
             ValueError: Steps have set something, and the update at hand is an earlier batch's.
