@@ -20,7 +20,7 @@ from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
 
 class TensorParallelStrategy(ShardedStrategy):
-    """Spreads a model's layers over ranks, and trains replicas of it if there are more.
+    """Shards a model's layers over ranks, and trains replicas of it if there are more.
 
     The world size is ``tp_size`` times the number of data replicas.
 

@@ -20,7 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from lightning_dist.engine.tensor_parallel.layers import activations, parallel_layer
-from lightning_dist.engine.tensor_parallel.layers.graph_check import ShardedActivationCheck, Whole
+from lightning_dist.engine.tensor_parallel.layers.graph_check import (
+    ReplicatedParameters,
+    ShardedActivationCheck,
+)
 from lightning_dist.engine.tensor_parallel.layers.parallel_layer import Entry, Region
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     input_size,
@@ -158,7 +161,7 @@ class TensorParallelModule:
         parameters = dict(self.module.named_parameters())
         partial = [parameters[name] for name in self._partial if name in parameters]
         trained = [p for p in partial if p.requires_grad]
-        activations.add_up_gradients(trained, self._mesh)
+        activations.all_reduce_gradients(trained, self._mesh)
         self._summed.update(trained)
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:
@@ -168,20 +171,20 @@ class TensorParallelModule:
             ValueError: The graph does not follow the plan.
         """
         if self.crossings.is_noting:
-            self.crossings.check(outputs, self._whole_parameters())
+            self.crossings.check(outputs, self._replicated_parameters())
 
-    def _whole_parameters(self) -> Whole:
-        whole = Whole({}, {}, {})
+    def _replicated_parameters(self) -> ReplicatedParameters:
+        replicated = ReplicatedParameters({}, {}, {})
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if is_dtensor(parameter):
                 continue
             if name not in self._would_be_partial:
-                whole.others[id(parameter)] = name
+                replicated.others[id(parameter)] = name
             elif self._is_in_block(name):
-                whole.in_blocks[id(parameter)] = name
+                replicated.in_blocks[id(parameter)] = name
             else:
-                whole.inside[id(parameter)] = name
-        return whole
+                replicated.inside[id(parameter)] = name
+        return replicated
 
     def forget_step(self) -> None:
         """Leaves the region in which a step has failed, and frees its activations."""
@@ -234,7 +237,7 @@ class TensorParallelModule:
             if whole.placements != (placement,):
                 raise ValueError(
                     "Use 'vocab' for an embedding and 'colwise_gather' for a head that share a"
-                    " weight: two layers share a parameter, but the plan spreads them in different"
+                    " weight: two layers share a parameter, but the plan shards them in different"
                     " ways."
                 )
             return

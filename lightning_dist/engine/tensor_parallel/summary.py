@@ -1,6 +1,6 @@
 """Summaries of a tensor-parallel model: a table of each rank's tensors, and the plan in words.
 
-The plan's lines name the sharded layers, and the reasons why the others are whole.
+The plan's lines name the sharded layers, and the reasons why the others are replicated.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensors.dtensor import local_part, stacked_dim
 from lightning_dist.engine.tensors.module_tree import original_class
 
-_KINDS = {Style.VOCAB: "embedding", Style.COLWISE_GATHER: "head", Style.REPLICATE: "whole"}
+_KINDS = {Style.VOCAB: "embedding", Style.COLWISE_GATHER: "head", Style.REPLICATE: "replicated"}
 _SMALL = 0.01  # least share of the parameters for which a reason is listed
-_WORTH_A_LINE = 0.05  # least share of whole parameters that a run mentions at its start
+_WORTH_A_LINE = 0.05  # least share of replicated parameters that a run mentions at its start
 _MOST_NAMES = 3
 
 
@@ -35,17 +35,17 @@ class PlanSummary:
 
     Attributes:
         sharded: For each kind of sharded layer, the layers and their styles.
-        whole: For each reason why parts are left whole, the parts and their size.
-        largest: The largest whole parts in one line; empty if they are small.
+        replicated: For each reason why parts are replicated, the parts and their size.
+        largest: The largest replicated parts in one line; empty if they are small.
     """
 
     sharded: tuple[str, ...]
-    whole: tuple[str, ...]
+    replicated: tuple[str, ...]
     largest: str
 
     def __str__(self) -> str:
         """Joins the lines."""
-        return "\n".join([*self.sharded, *self.whole])
+        return "\n".join([*self.sharded, *self.replicated])
 
 
 def describe_plan(
@@ -57,30 +57,32 @@ def describe_plan(
         is_attention = "att" in name.lower()
         kind = _KINDS.get(style, "attention" if is_attention else "mlp")
         entries.setdefault(kind, []).append(f"{with_stars(name)} ({style.value})")
-    parts = left_whole(module, styles, reasons)
+    parts = find_replicated(module, styles, reasons)
     lines = [
-        f"left whole: {_list(part.patterns)}{_tell(part)}" for part in parts if part.share >= _SMALL
+        f"replicated: {_list(part.patterns)}{_format_reason(part)}"
+        for part in parts
+        if part.share >= _SMALL
     ]
     small = [pattern for part in parts if part.share < _SMALL for pattern in part.patterns]
     if small:
-        lines.append(f"left whole, less than {_SMALL:.0%} for each reason: {_list(small)}")
+        lines.append(f"replicated, less than {_SMALL:.0%} for each reason: {_list(small)}")
     sharded = [f"{kind}: {_list(names)}" for kind, names in entries.items()]
     return PlanSummary(tuple(sharded), tuple(lines), _describe_largest(parts))
 
 
 @dataclass(frozen=True)
-class WholePart:
-    """Modules that are left whole for one reason, by patterns of their names."""
+class ReplicatedPart:
+    """Modules that are replicated for one reason, by patterns of their names."""
 
     patterns: tuple[str, ...]
     share: float  # of all parameters of the model
     reason: str
 
 
-def left_whole(
+def find_replicated(
     module: nn.Module, styles: Mapping[str, Style], reasons: Mapping[str, str]
-) -> list[WholePart]:
-    """Lists the parts that a plan leaves whole, in the order of the model."""
+) -> list[ReplicatedPart]:
+    """Lists the parts that a plan replicates, in the order of the model."""
     named = map(module.get_submodule, styles)
     counted = {p for part in named for p in part.parameters(recurse=is_adapted(part))}
     sizes: dict[tuple[str, str], int] = {}  # by pattern and reason
@@ -96,7 +98,7 @@ def left_whole(
     for pattern, reason in sizes:
         found.setdefault(reason, []).append(pattern)
     return [
-        WholePart(tuple(patterns), sum(sizes[p, reason] for p in patterns) / total, reason)
+        ReplicatedPart(tuple(patterns), sum(sizes[p, reason] for p in patterns) / total, reason)
         for reason, patterns in found.items()
     ]
 
@@ -127,17 +129,17 @@ def _reason(module: nn.Module, name: str) -> str:
     return f"a {kind} works on what all ranks have"
 
 
-def _describe_largest(parts: Sequence[WholePart]) -> str:
+def _describe_largest(parts: Sequence[ReplicatedPart]) -> str:
     total = sum(part.share for part in parts)
     if total < _WORTH_A_LINE:
         return ""
     largest = max(parts, key=lambda part: part.share)
     rest = total - largest.share
     more = f"; {rest:.0%} more: trainer.strategy.describe()" if rest >= _SMALL else ""
-    return f"left whole: {shorten(largest.patterns, _MOST_NAMES)}{_tell(largest)}{more}"
+    return f"replicated: {shorten(largest.patterns, _MOST_NAMES)}{_format_reason(largest)}{more}"
 
 
-def _tell(part: WholePart) -> str:
+def _format_reason(part: ReplicatedPart) -> str:
     return f" ({part.share:.0%} of the parameters): {part.reason}"
 
 
@@ -224,12 +226,12 @@ def summarise(
 
 def _placement(parameter: Tensor) -> str:
     if not isinstance(parameter, DTensor):
-        return "the whole"
+        return "replicated"
     axes = parameter.device_mesh.mesh_dim_names
     if axes is not None and "tp" not in axes:  # sharded over data ranks only
-        return "the whole"
+        return "replicated"
     dim = stacked_dim(parameter)
     if dim is not None:
-        return f"several pieces along dim {dim}"
+        return f"stacked shards on dim {dim}"
     placement = parameter.placements[-1]
-    return f"a piece along dim {placement.dim}" if isinstance(placement, Shard) else "the whole"
+    return f"sharded on dim {placement.dim}" if isinstance(placement, Shard) else "replicated"

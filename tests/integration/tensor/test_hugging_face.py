@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.engine.tensor_parallel.plan.discovery import find_plan
-from lightning_dist.engine.tensor_parallel.summary import left_whole
+from lightning_dist.engine.tensor_parallel.summary import find_replicated
 from tests.helpers.networks.hugging_face import MODELS, build, loss_of
 from tests.helpers.processes.workers import WorkerPool
 from tests.helpers.spread_parity import largest_difference
@@ -77,6 +77,8 @@ def test_with_a_cut_sequence_it_learns_the_same_or_says_why_not(workers: WorkerP
 def test_the_plan_leaves_out_what_would_be_wrong_with_some_heads(name: str) -> None:
     model = build(name)
     found = find_plan(model)
-    left_out = [n for part in left_whole(model, found.styles, found.reasons) for n in part.patterns]
+    left_out = [
+        n for part in find_replicated(model, found.styles, found.reasons) for n in part.patterns
+    ]
     is_whole = any(re.search(r"(ttention|self_attn)\.(\w+_proj|q|k|v|o)$", n) for n in left_out)
     assert is_whole == (name in WHOLE_ATTENTION)

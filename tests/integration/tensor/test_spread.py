@@ -20,7 +20,7 @@ from lightning_dist.engine.tensor_parallel.apply import (
     check_not_sharded,
 )
 from lightning_dist.engine.tensor_parallel.config import resolve_plan
-from lightning_dist.engine.tensor_parallel.layers.activations import add_up_gradients
+from lightning_dist.engine.tensor_parallel.layers.activations import all_reduce_gradients
 from lightning_dist.engine.tensors.dtensor import local_part, whole
 from lightning_dist.engine.tensors.patch import user_state_kept
 from recipes.gpt import Attention, build_gpt
@@ -147,7 +147,7 @@ def summed_where_there_are_some() -> list[Any]:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
     for number in (0, 1 + rank):  # one on both, one on each, one on none
         parameters[number].grad = torch.full((2,), 10.0 * number + rank)
-    add_up_gradients(parameters, mesh)
+    all_reduce_gradients(parameters, mesh)
     return [None if p.grad is None else p.grad.tolist() for p in parameters]
 
 

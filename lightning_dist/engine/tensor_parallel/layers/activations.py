@@ -114,7 +114,7 @@ def split(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     return _cross(x, mesh, there)
 
 
-def add_up_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+def all_reduce_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
     """All-reduces gradients, in one message per dtype. Collective: every rank must call it.
 
     Args:

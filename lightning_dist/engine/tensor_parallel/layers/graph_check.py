@@ -20,8 +20,8 @@ from lightning_dist.engine.tensor_parallel.layers.activations import Redistribut
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Parameters that are whole on each rank, by ``id`` and with their names."""
+class ReplicatedParameters:
+    """The replicated parameters by ``id``, with their names."""
 
     inside: dict[int, str]  # meet a rank's own features, so that their gradients are partial
     in_blocks: dict[int, str]  # meet a part of the sequence, with partial gradients, too
@@ -75,7 +75,7 @@ class ShardedActivationCheck:
             )
         self._is_cut = is_cut
 
-    def check(self, outputs: Iterable[Tensor], whole: Whole) -> None:
+    def check(self, outputs: Iterable[Tensor], replicated: ReplicatedParameters) -> None:
         """Checks the autograd graph of a loss, or of a stage's outputs.
 
         Raises:
@@ -89,14 +89,14 @@ class ShardedActivationCheck:
         for node, layer in self._features.items():
             if node in outside:
                 raise ValueError(_leak(f"the features of {layer!r}", _REGION))
-        for name in _parameters_in(outside, whole.inside):
+        for name in _parameters_in(outside, replicated.inside):
             raise ValueError(
                 f"Leave {name.rpartition('.')[0]!r} out of plan=: the parameter {name!r}, which is"
                 " to meet each rank's own features, meets the same on all ranks, so the"
                 " ranks' gradients of it would be added up. Only what is between 'colwise' and"
                 " 'rowwise' layers is 'local'."
             )
-        for name in _parameters_in(inside, whole.others):
+        for name in _parameters_in(inside, replicated.others):
             raise ValueError(
                 f"Name {name.rpartition('.')[0]!r} 'local' in plan=, or leave the layers around it"
                 f" out: the parameter {name!r} meets each rank's own features, {_INSIDE}"
@@ -104,9 +104,9 @@ class ShardedActivationCheck:
         outside, inside = _sides(roots, lambda r: r.joins, lambda r: r.cuts)
         if any(there is not None and there.cuts for there in map(_redistribution_of, outside)):
             raise ValueError(_leak("a part of the sequence", _SEQUENCE))
-        for name in _parameters_in(outside if inside else {}, whole.in_blocks):
+        for name in _parameters_in(outside if inside else {}, replicated.in_blocks):
             raise ValueError(_leak(f"{name!r}, which meets a part of the sequence,", _SEQUENCE))
-        for name in _parameters_in(inside, whole.others):
+        for name in _parameters_in(inside, replicated.others):
             raise ValueError(f"The parameter {name!r} meets a part of the sequence, {_BETWEEN}")
 
 

@@ -41,7 +41,7 @@ def show_own_width(attention: nn.Module, features: int, tp_size: int) -> None:
     attention.forward = forward
 
 
-def behind(x: Tensor) -> Tensor:
+def stand_in_source(x: Tensor) -> Tensor:
     """Returns the tensor that a stand-in stands for, or else the argument itself."""
     whole: Tensor = getattr(x, _STANDS_FOR, x)
     return whole

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_dist.engine.tensor_parallel.layers import activations
 from lightning_dist.engine.tensor_parallel.layers.graph_check import ShardedActivationCheck
-from lightning_dist.engine.tensor_parallel.layers.own_width import behind
+from lightning_dist.engine.tensor_parallel.layers.own_width import stand_in_source
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     cut_parts,
     input_dim,
@@ -107,7 +107,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class _SpreadForward:
+class _ShardedForward:
     """A sharded layer's forward: in a copy of the layer it would use the original's weights.
 
     What is around the layer may be compiled. The layer itself is not: the borders of a region would
@@ -166,7 +166,7 @@ def _with_shards(
     if not is_adapted(layer):
         return partial(compute, layer)
     for part in cut_parts(layer, by_output=by_output).values():
-        part.forward = _SpreadForward(partial(compute, part))  # type: ignore[method-assign, assignment]
+        part.forward = _ShardedForward(partial(compute, part))  # type: ignore[method-assign, assignment]
     return partial(type(layer).forward, layer)
 
 
@@ -183,13 +183,13 @@ def colwise(layer: nn.Linear, name: str, entry: Entry, num_stacked: int = 1) -> 
     compute = _with_shards(layer, bias, by_output=True)
 
     def forward(x: Tensor) -> Tensor:
-        weight, x = local_part(layer.weight), behind(x)
+        weight, x = local_part(layer.weight), stand_in_source(x)
         _check_width(name, x, weight.shape[input_dim(layer)], "takes what all ranks have")
         features = compute(entry(x))
         entry.region.begin(features, name, training=layer.training)
         return features
 
-    layer.forward = _SpreadForward(forward, entry.region.crossings)  # type: ignore[method-assign, assignment]
+    layer.forward = _ShardedForward(forward, entry.region.crossings)  # type: ignore[method-assign, assignment]
 
 
 def _as_shard(mesh: DeviceMesh, gradient: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def colwise_gather(
             found.register_hook(partial(_as_shard, mesh))
         return mark(found)
 
-    layer.forward = _SpreadForward(forward, entry.region.crossings)  # type: ignore[method-assign, assignment]
+    layer.forward = _ShardedForward(forward, entry.region.crossings)  # type: ignore[method-assign, assignment]
 
 
 def _check_width(name: str, x: Tensor, width: int, takes: str) -> None:
@@ -246,7 +246,7 @@ def rowwise(layer: nn.Linear, name: str, region: Region) -> None:
         summed = region.leave(own)
         return summed if layer.bias is None else summed + layer.bias
 
-    layer.forward = _SpreadForward(forward, region.crossings)  # type: ignore[method-assign, assignment]
+    layer.forward = _ShardedForward(forward, region.crossings)  # type: ignore[method-assign, assignment]
 
 
 def vocab(layer: nn.Embedding, mesh: DeviceMesh) -> None:
@@ -261,4 +261,4 @@ def vocab(layer: nn.Embedding, mesh: DeviceMesh) -> None:
         found = look_up(layer, own.masked_fill(is_foreign, 0), rows, first)
         return activations.leave(found.masked_fill(is_foreign[..., None], 0), mesh)
 
-    layer.forward = _SpreadForward(forward)  # type: ignore[method-assign, assignment]
+    layer.forward = _ShardedForward(forward)  # type: ignore[method-assign, assignment]

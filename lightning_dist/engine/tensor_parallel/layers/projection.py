@@ -3,7 +3,7 @@
 The matrix of a ``Conv1D`` is transposed: its rows are the input features. Either can have low-rank
 adapters by peft beside it, ``base(x) + scale * lora_B(lora_A(x))``, and is one projection with
 them: ``lora_B`` is cut like the base by output features, or ``lora_A`` by input features. The other
-one stays whole, with partial gradients, so that an adapter needs no collective in a step.
+one is replicated, with partial gradients, so that an adapter needs no collective in a step.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def find_attention(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[s
         sizes = " and ".join(str(output_size(root.get_submodule(i))) for i in inputs)
         output = _output(root, name, None)
         taken = "none" if output is None else input_size(root.get_submodule(output))
-        flaw = (
+        reason = (
             f"its {' and '.join(own_names)} give {sizes} features, and its output projection takes"
             f" {taken}; queries, keys and values in one layer must be of one size"
         )
@@ -100,14 +100,14 @@ def find_attention(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[s
         norms = _head_norms(attention, features)
         parts = {root.get_submodule(layer) for layer in (*inputs, output)}
         known = parts.union(norms.values(), norms_before(attention))
-        flaw = _flaw_of_heads(attention, features, known) or ""
-        if not flaw:
+        reason = _reason_to_replicate(attention, features, known) or ""
+        if not reason:
             styles = dict.fromkeys(inputs, Style.COLWISE) | {output: Style.ROWWISE}
             return styles | {dotted(name, norm): Style.LOCAL for norm in norms}, {}
-    return {}, dict.fromkeys([*inputs, *filter(None, [output])], flaw)
+    return {}, dict.fromkeys([*inputs, *filter(None, [output])], reason)
 
 
-def _flaw_of_heads(
+def _reason_to_replicate(
     attention: nn.Module, features: int, sharded_parts: Collection[nn.Module]
 ) -> str | None:
     """Returns the reason why an attention may compute something else with some of its heads."""

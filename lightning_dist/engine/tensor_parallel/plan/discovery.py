@@ -32,7 +32,7 @@ from lightning_dist.engine.tensors.module_tree import original_class
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """The plan of a model, in its order, and the reasons why some layers are left whole."""
+    """The plan of a model, in its order, and the reasons why some layers are replicated."""
 
     styles: Mapping[str, Style]
     reasons: Mapping[str, str]  # for layers that could be sharded by their names
@@ -43,7 +43,7 @@ def find_plan(module: nn.Module, tp_size: int = 1) -> FoundPlan:
 
     Args:
         module: The model; its method ``tensor_parallel_plan()``, if it has one, returns the plan.
-        tp_size: Number of ranks. If it does not divide the vocabulary, that stays whole; other
+        tp_size: Number of ranks. If it does not divide the vocabulary, that is replicated; other
             sizes are not checked here.
 
     Raises:
@@ -61,11 +61,11 @@ def find_plan(module: nn.Module, tp_size: int = 1) -> FoundPlan:
         for layers, whys in (find_attention(module, name), find_mlp(module, name)):
             found |= layers
             refused |= whys
-    pairs, reasons = _without_flaws(module, found, tp_size)
+    pairs, reasons = _without_mismatches(module, found, tp_size)
     styles = pairs | find_vocabulary(module, pairs, tp_size)
     reasons |= refused_vocabulary(module, styles, tp_size) | refused
     if not styles:
-        first = [f" {name!r} is left whole: {reason}." for name, reason in reasons.items()][:1]
+        first = [f" {name!r} is replicated: {reason}." for name, reason in reasons.items()][:1]
         classes = dict.fromkeys(original_class(part).__name__ for part in module.modules())
         raise ValueError(
             "Pass plan={...}, style by pattern of module names, like {'*.up': 'colwise', '*.down':"
@@ -80,11 +80,11 @@ def find_plan(module: nn.Module, tp_size: int = 1) -> FoundPlan:
     return FoundPlan(ordered, reasons)
 
 
-def _without_flaws(
+def _without_mismatches(
     module: nn.Module, pairs: dict[str, Style], tp_size: int
 ) -> tuple[dict[str, Style], dict[str, str]]:
-    """Returns the styles without layers that fail the verification, and the flaws by layer."""
+    """Returns the styles without layers that fail the verification, and the mismatches by layer."""
     styles = {name: pairs[name] for name, _ in module.named_modules() if name in pairs}
     mismatches = find_mismatches(module, styles, tp_size)
-    wrong = {n: flaw for found, flaw in mismatches for n in (*found.region, *found.local)}
+    wrong = {n: mismatch for found, mismatch in mismatches for n in (*found.region, *found.local)}
     return {name: style for name, style in styles.items() if name not in wrong}, wrong

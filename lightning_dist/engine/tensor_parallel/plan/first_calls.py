@@ -125,12 +125,12 @@ class FirstCalls:
                 " and sizes; compare the first losses with those of one device.",
                 stacklevel=2,
             )
-        if finding.flaw is not None:
+        if finding.mismatch is not None:
             raise ValueError(
-                f"{advice(sharding, finding.flaw)} (With plan='auto', pass the other layers, which"
-                " trainer.strategy.describe() lists, as plan={...}. A copy with random weights was"
-                f" run whole and as tp_size={sharding.tp_size} parts, with what it is first called"
-                f" with: {given}.)"
+                f"{advice(sharding, finding.mismatch)} (With plan='auto', pass the other layers,"
+                " which trainer.strategy.describe() lists, as plan={...}. A copy with random"
+                f" weights was run whole and as tp_size={sharding.tp_size} parts, with what it is"
+                f" first called with: {given}.)"
             )
 
 

@@ -76,13 +76,13 @@ def find_mlp(root: nn.Module, name: str) -> tuple[dict[str, Style], dict[str, st
     if not ups:
         return {}, {}
     if not _sizes_agree(mlp, ups, down):
-        flaw = f"{' and '.join(ups)} do not give what {down} takes, or not as it takes it"
+        reason = f"{' and '.join(ups)} do not give what {down} takes, or not as it takes it"
     elif not isinstance(mlp, nn.Sequential) and not _is_featurewise(mlp, ups, down):
-        flaw = f"other parameters beside {ups[0]} and {down} may be of hidden features"
+        reason = f"other parameters beside {ups[0]} and {down} may be of hidden features"
     else:
         styles = {dotted(name, up): Style.COLWISE for up in ups}
         return styles | {dotted(name, down): Style.ROWWISE}, {}
-    return {}, {dotted(name, layer): flaw for layer in (*ups, down)}
+    return {}, {dotted(name, layer): reason for layer in (*ups, down)}
 
 
 def _is_featurewise(mlp: nn.Module, ups: tuple[str, ...], down: str) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dist.engine.tensor_parallel.layers.own_width import behind
+from lightning_dist.engine.tensor_parallel.layers.own_width import stand_in_source
 from lightning_dist.engine.tensor_parallel.layers.projection import (
     cut_parts,
     input_dim,
@@ -69,7 +69,7 @@ class Finding:
     """What trials of a module have shown."""
 
     is_proven: bool  # the whole module could be run
-    flaw: str | None = None  # what is wrong with its parts; None if they add up
+    mismatch: str | None = None  # what is wrong with its parts; None if they add up
 
 
 TrialsOf = Callable[[nn.Module, torch.dtype], Iterable[Trial]]
@@ -79,7 +79,7 @@ TrialsOf = Callable[[nn.Module, torch.dtype], Iterable[Trial]]
 class Comparison(Protocol):
     """A copy of a module that has been run whole, to be compared with its parts."""
 
-    def flaw_of_parts(self, tolerance: float) -> str | None:
+    def mismatch_of_parts(self, tolerance: float) -> str | None:
         """Runs the parts; returns what is wrong with them, or None if they add up."""
 
 
@@ -109,8 +109,8 @@ def prove_in_both_modes(module: nn.Module, trials_of: TrialsOf, compare: Compare
     """Runs copies in training and in evaluation mode, one of which must be able to run."""
     with on_the_side():
         found = [prove(module, trials_of, compare, training=mode) for mode in (True, False)]
-    flaws = [finding.flaw for finding in found if finding.flaw is not None]
-    return Finding(any(finding.is_proven for finding in found), next(iter(flaws), None))
+    mismatches = [finding.mismatch for finding in found if finding.mismatch is not None]
+    return Finding(any(finding.is_proven for finding in found), next(iter(mismatches), None))
 
 
 def _try(copy: nn.Module, trial: Trial, compare: Compare, dtype: torch.dtype) -> Finding:
@@ -120,8 +120,8 @@ def _try(copy: nn.Module, trial: Trial, compare: Compare, dtype: torch.dtype) ->
     except Exception:  # noqa: BLE001  (the user's code, used in a way that it may not know)
         return Finding(False)
     try:
-        return Finding(True, comparison.flaw_of_parts(tolerance))
-    except Exception as error:  # noqa: BLE001  (as above; here it is the flaw)
+        return Finding(True, comparison.mismatch_of_parts(tolerance))
+    except Exception as error:  # noqa: BLE001  (as above; here it is the mismatch)
         return Finding(False) if trial.is_guess else Finding(True, str(error))
 
 
@@ -131,7 +131,7 @@ class _Run:
 
     returned: Tensor
     sums: Mapping[str, Sequence[Tensor]]  # of each call, by layer that sums up
-    met: Mapping[str, Sequence[int]]  # elements that each call is given, by local layer
+    input_sizes: Mapping[str, Sequence[int]]  # elements that each call is given, by local layer
 
 
 class LayerComparison:
@@ -144,7 +144,7 @@ class LayerComparison:
             check_heads(parent, copy.get_submodule(parent), sharding.tp_size)
         self._whole = self._run(shared_copy(copy))
 
-    def flaw_of_parts(self, tolerance: float) -> str | None:
+    def mismatch_of_parts(self, tolerance: float) -> str | None:
         """Runs the part of each rank; see :class:`Comparison`."""
         sharding, label = self._sharding, self._sharding.label
         parts = []
@@ -158,7 +158,7 @@ class LayerComparison:
             raise ValueError(
                 f"{where} cannot compute with a part of its features: {error}"
             ) from error
-        return _flaw_of(label, self._whole, parts, tolerance)
+        return _mismatch_of(label, self._whole, parts, tolerance)
 
     def _run(self, module: nn.Module, sums: Mapping[str, Sequence[Tensor]] | None = None) -> _Run:
         """Runs a module, whose layers that sum up return the given sums, or their own."""
@@ -167,13 +167,13 @@ class LayerComparison:
         for name, noted in own.items():
             _note_sums(_layer(module, name), noted, None if sums is None else sums[name])
         local = [name for name, style in styles.items() if style is Style.LOCAL]
-        met: dict[str, list[int]] = {name: [] for name in local}
+        input_sizes: dict[str, list[int]] = {name: [] for name in local}
         # On the whole and on the parts, for torch runs other code without hooks.
         hooks = [
             module.get_submodule(name).register_forward_pre_hook(
                 lambda _, given, sizes=sizes: sizes.append(given[0].numel())
             )
-            for name, sizes in met.items()
+            for name, sizes in input_sizes.items()
         ]
         for name, part in module.named_modules():
             hooks += _note_calls(part, name, self._running) if name else ()
@@ -184,14 +184,14 @@ class LayerComparison:
                 hook.remove()
             for part in module.modules():  # layers in cycles would keep their weights for long
                 vars(part).pop("forward", None)
-        return _Run(returned, own, met)
+        return _Run(returned, own, input_sizes)
 
 
-def _flaw_of(label: str, whole: _Run, parts: Sequence[_Run], tolerance: float) -> str | None:
+def _mismatch_of(label: str, whole: _Run, parts: Sequence[_Run], tolerance: float) -> str | None:
     if any(differ(part.returned, whole.returned, tolerance) for part in parts):
         return f"{label} returns something else if its layers are cut"
-    for layer, met in whole.met.items():
-        if any([len(parts) * size for size in part.met[layer]] != met for part in parts):
+    for layer, sizes in whole.input_sizes.items():
+        if any([len(parts) * size for size in part.input_sizes[layer]] != sizes for part in parts):
             return (
                 f"{layer!r} of {label} is 'local', for what meets each rank's own features, but"
                 " not all that it meets is cut; where it meets the same on all ranks, leave it out"
@@ -243,7 +243,7 @@ def _part(copy: nn.Module, sharding: Sharding, rank: int) -> nn.Module:
             bias = None if cut.bias is None else _piece(cut.bias, 0, num_stacked, tp_size, rank)
             cut.forward = partial(_project, cut, weight, bias)  # type: ignore[method-assign]
         if is_adapted(layer) and not style.sums_up:
-            layer.forward = partial(_behind, layer)  # type: ignore[method-assign]
+            layer.forward = partial(_forward_on_source, layer)  # type: ignore[method-assign]
     for parent, width in features.items():
         keep_own_heads(part.get_submodule(parent), width, tp_size)
     return part
@@ -257,12 +257,12 @@ def _note_calls(part: nn.Module, name: str, inner: list[str]) -> list[RemovableH
     return [begin, part.register_forward_hook(end)]
 
 
-def _behind(layer: nn.Linear, x: Tensor) -> Tensor:
-    return type(layer).forward(layer, behind(x))
+def _forward_on_source(layer: nn.Linear, x: Tensor) -> Tensor:
+    return type(layer).forward(layer, stand_in_source(x))
 
 
 def _project(layer: nn.Linear, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return project(layer, behind(x), weight, bias)
+    return project(layer, stand_in_source(x), weight, bias)
 
 
 def _piece(tensor: Tensor, dim: int, num_stacked: int, tp_size: int, rank: int) -> Tensor:

@@ -48,16 +48,16 @@ _LARGEST_MODEL = 2**25  # parameters of a whole model to copy; parts of a model 
 def find_mismatches(
     module: nn.Module, styles: Styles, tp_size: int
 ) -> Iterator[tuple[Sharding, str]]:
-    """Lists the modules that compute another result if sharded, and their flaws."""
+    """Lists the modules that compute another result if sharded, and their mismatches."""
     known: dict[Any, str | None] = {}
     for sharding in shardings(module, styles, tp_size):
         holder = module.get_submodule(sharding.name)
         kind = (*kind_of(holder), *sharding.styles)
         if kind not in known:
-            known[kind] = _find_flaw(holder, sharding)
-        flaw = known[kind]
-        if flaw is not None:
-            yield sharding, flaw
+            known[kind] = _find_mismatch(holder, sharding)
+        mismatch = known[kind]
+        if mismatch is not None:
+            yield sharding, mismatch
 
 
 def shardings(module: nn.Module, styles: Styles, tp_size: int) -> Iterator[Sharding]:
@@ -83,7 +83,7 @@ def is_too_large(module: nn.Module, sharding: Sharding) -> bool:
     return size > _LARGEST_MODEL
 
 
-def _find_flaw(holder: nn.Module, sharding: Sharding) -> str | None:
+def _find_mismatch(holder: nn.Module, sharding: Sharding) -> str | None:
     for layer in sharding.styles:
         if has_own_forward(holder.get_submodule(layer)):
             return f"{layer!r} of {sharding.label} has a forward of its own, which would be lost"
@@ -95,22 +95,22 @@ def _find_flaw(holder: nn.Module, sharding: Sharding) -> str | None:
         return guess_trials(copy, sharding.styles, activations, _LENGTH)
 
     finding = prove_in_both_modes(holder, trials_of, partial(LayerComparison, sharding))
-    return finding.flaw if finding.is_proven else _unproven(holder, sharding)
+    return finding.mismatch if finding.is_proven else _unproven(holder, sharding)
 
 
 def check_parts(module: nn.Module, styles: Styles, tp_size: int) -> None:
     """Checks that sharded layers compute the whole result, as far as a copy can be run."""
     _check_ends(styles)
     _check_local(module, styles)
-    for sharding, flaw in find_mismatches(module, styles, tp_size):
+    for sharding, mismatch in find_mismatches(module, styles, tp_size):
         raise ValueError(
-            f"{advice(sharding, flaw)} (A copy of it with random weights was run whole and as"
+            f"{advice(sharding, mismatch)} (A copy of it with random weights was run whole and as"
             f" tp_size={tp_size} parts.)"
         )
 
 
-def advice(sharding: Sharding, flaw: str) -> str:
-    """Returns what to do about a flaw, in words."""
+def advice(sharding: Sharding, mismatch: str) -> str:
+    """Returns what to do about a mismatch, in words."""
     each = "hidden feature is computed by itself"
     if any(map(is_attention_projection, (layer.rpartition(".")[2] for layer in sharding.region))):
         each = (
@@ -118,7 +118,7 @@ def advice(sharding: Sharding, flaw: str) -> str:
             " values)"
         )
     named = shorten([repr(layer) for layer in sharding.region], 4)
-    return f"Leave {named} out of plan=, or write {sharding.label} so that each {each}: {flaw}."
+    return f"Leave {named} out of plan=, or write {sharding.label} so that each {each}: {mismatch}."
 
 
 def local_in(styles: Styles, all_holders: Collection[str]) -> dict[str, list[str]]:
@@ -165,7 +165,7 @@ def _check_local(module: nn.Module, styles: Styles) -> None:
 
 
 def _unproven(holder: nn.Module, sharding: Sharding) -> str | None:
-    """Returns the flaw of a module that could not be run; None if there is none."""
+    """Returns the mismatch of a module that could not be run; None if there is none."""
     for parent, width in head_widths(holder, sharding.styles).items():
         attention = holder.get_submodule(parent)
         if needs_proof(attention, width):

@@ -41,7 +41,7 @@ def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp
         inner = {n.removeprefix(prefix): s for n, s in styles.items() if n.startswith(prefix)}
         kind = (*kind_of(block), *inner)
         if kind not in known:
-            known[kind] = _find_flaw(block, inner, tp_size)
+            known[kind] = _find_mismatch(block, inner, tp_size)
         if known[kind] is not None:
             raise ValueError(
                 f"sequence_parallel=True cuts the sequence for {name!r}, a {type(block).__name__},"
@@ -52,14 +52,16 @@ def check_positions(module: nn.Module, blocks: Sequence[str], styles: Styles, tp
             )
 
 
-def _find_flaw(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
+def _find_mismatch(block: nn.Module, styles: Styles, tp_size: int) -> str | None:
     def trials_of(copy: nn.Module, dtype: torch.dtype) -> Iterator[Trial]:
         first = next(name for name, style in styles.items() if style is Style.COLWISE)
         width, length = input_size(copy.get_submodule(first)), _LENGTH_PER_RANK * tp_size
         x = torch.randn(_BATCH, length, width, dtype=dtype)
         return guess_trials(copy, styles, [x], length)
 
-    return prove_in_both_modes(block, trials_of, partial(_PositionComparison, styles, tp_size)).flaw
+    return prove_in_both_modes(
+        block, trials_of, partial(_PositionComparison, styles, tp_size)
+    ).mismatch
 
 
 class _PositionComparison:
@@ -68,11 +70,11 @@ class _PositionComparison:
     def __init__(self, styles: Styles, tp_size: int, copy: nn.Module, trial: Trial) -> None:
         self._styles, self._tp_size, self._copy, self._trial = styles, tp_size, copy, trial
         # The inputs of each layer that gets the whole sequence.
-        self._met: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
-        whole = _with_changes(copy, {name: _note(given) for name, given in self._met.items()})
+        self._inputs: dict[str, list[Tensor]] = {name: [] for name in _gathering(copy, styles)}
+        whole = _with_changes(copy, {name: _note(given) for name, given in self._inputs.items()})
         self._returned = trial.run(whole, TrialNumbers())
 
-    def flaw_of_parts(self, tolerance: float) -> str | None:
+    def mismatch_of_parts(self, tolerance: float) -> str | None:
         """Runs the block on each shard; see :class:`.proof.Comparison`."""
         wrong, shards = "computes something else with a part of it", self._shards(self._trial.x)
         try:
@@ -85,7 +87,7 @@ class _PositionComparison:
     def _run_part(self, rank: int, own: Tensor, tolerance: float) -> Tensor:
         part = _with_changes(
             self._copy,
-            {name: self._give(given, rank, tolerance) for name, given in self._met.items()},
+            {name: self._give(given, rank, tolerance) for name, given in self._inputs.items()},
         )
         for name, style in self._styles.items():
             layer = part.get_submodule(name)
@@ -93,9 +95,9 @@ class _PositionComparison:
                 layer.register_forward_hook(lambda _, __, whole: self._shards(whole)[rank])
         return self._trial.run(part, TrialNumbers(), own)
 
-    def _give(self, met: Sequence[Tensor], rank: int, tolerance: float) -> _Change:
+    def _give(self, inputs: Sequence[Tensor], rank: int, tolerance: float) -> _Change:
         """Returns the function that replaces a rank's shard by the whole sequence."""
-        calls = iter(met)
+        calls = iter(inputs)
 
         def give(x: Tensor) -> Tensor:
             whole = next(calls)
@@ -127,9 +129,9 @@ def _with_changes(copy: nn.Module, changes: dict[str, _Change]) -> nn.Module:
     return changed
 
 
-def _note(met: list[Tensor]) -> _Change:
+def _note(inputs: list[Tensor]) -> _Change:
     def note(x: Tensor) -> Tensor:
-        met.append(x.clone())
+        inputs.append(x.clone())
         return x
 
     return note

@@ -70,18 +70,20 @@ def _table_and_head(
 def refused_vocabulary(
     module: nn.Module, styles: Mapping[str, Style], tp_size: int
 ) -> dict[str, str]:
-    """Returns the reasons why token embedding and head are left whole, by layer name."""
+    """Returns the reasons why token embedding and head are replicated, by layer name."""
     found: dict[str, str] = {}
     for name, table in _token_tables(module).items():
         rows, head = table.num_embeddings, _find_head(module, name, styles)
         if rows % tp_size:
             more = -(-rows // tp_size) * tp_size
-            flaw = f"its {rows} rows do not divide by tp_size={tp_size}; pad them to {more}"
+            reason = f"its {rows} rows do not divide by tp_size={tp_size}; pad them to {more}"
         elif head is None:
-            flaw = f"no layer has an output for each of its {rows} rows; a head may use its weight"
+            reason = (
+                f"no layer has an output for each of its {rows} rows; a head may use its weight"
+            )
         else:
-            flaw = "its weight is another layer's too, or another table is the vocabulary's"
-        found |= {n: flaw for n in (name, head) if n is not None and n not in styles}
+            reason = "its weight is another layer's too, or another table is the vocabulary's"
+        found |= {n: reason for n in (name, head) if n is not None and n not in styles}
     return found
 
 

@@ -143,7 +143,7 @@ def test_a_unit_that_stages_would_divide_is_refused() -> None:
 
 
 class Spread(L.LightningModule):
-    """Has an MLP, and a layer that is left whole."""
+    """Has an MLP, and a layer that is replicated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Spread(L.LightningModule):
 
 
 @pytest.mark.parametrize("shape", [MeshShape(tp=2), MeshShape(dp_shard=2, tp=2)])
-def test_a_plan_that_was_found_says_why_a_part_is_left_whole(shape: MeshShape) -> None:
+def test_a_plan_that_was_found_says_why_a_part_is_replicated(shape: MeshShape) -> None:
     with fake_rank(0, shape.world_size):
         shard = ShardConfig()
         asked = Parallelism(None, TensorConfig(), shard, shard.options(None))
@@ -161,10 +161,10 @@ def test_a_plan_that_was_found_says_why_a_part_is_left_whole(shape: MeshShape) -
         asked = Parallelism(None, own, shard, shard.options(None))
         assert parallelize(Spread(), build_mesh(shape, "cpu"), asked).plan is None
     assert words is not None
-    (sharded,), (whole,) = words.sharded, words.whole
+    (sharded,), (replicated,) = words.sharded, words.replicated
     assert sharded == "mlp: mlp.* (colwise), mlp.* (rowwise)"
-    assert whole.startswith(
-        "left whole: other (14% of the parameters): no other layer by whose name"
+    assert replicated.startswith(
+        "replicated: other (14% of the parameters): no other layer by whose name"
     )
 
 

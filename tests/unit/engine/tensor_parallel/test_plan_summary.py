@@ -30,7 +30,7 @@ def test_what_was_found_is_said_once_for_all_layers() -> None:
         "attention: model.*.attention.qkv (colwise), model.*.attention.out (rowwise)",
         "mlp: model.*.up (colwise), model.*.down (rowwise)",
         "head: model.*.logits (colwise_gather)",
-        "left whole, less than 1% for each reason:"
+        "replicated, less than 1% for each reason:"
         " model.*.attention_norm, model.*.mlp_norm, model.*.norm",
     ]
 
@@ -114,14 +114,14 @@ ATTENTIONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_an_attention_that_is_left_whole_has_its_reason(name: str) -> None:
+def test_an_attention_that_is_replicated_has_its_reason(name: str) -> None:
     make, reason = ATTENTIONS[name]
     (line,) = [
         part
         for part in table_of(with_attention(make())).splitlines()
         if "attn." in part or ".attn (" in part
     ]
-    assert line.startswith("left whole: transformer.h.*.attn")
+    assert line.startswith("replicated: transformer.h.*.attn")
     assert "% of the parameters): " in line
     assert reason in line
 
@@ -165,14 +165,14 @@ def test_any_other_part_has_its_reason(name: str) -> None:
     make, reason = OTHERS[name]
     lines = [line for line in table_of(Two(make())).splitlines() if ": other" in line]
     assert any(reason in line for line in lines)
-    assert all(line.startswith("left whole: other") for line in lines)
+    assert all(line.startswith("replicated: other") for line in lines)
 
 
 def test_shares_are_of_all_parameters_and_a_tied_one_counts_once() -> None:
     model = Two(nn.Linear(30, 10, bias=False))
     model.again = model.other
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert f"left whole: other ({300 / total:.0%} of the parameters)" in table_of(model)
+    assert f"replicated: other ({300 / total:.0%} of the parameters)" in table_of(model)
 
 
 def test_the_largest_part_is_one_line_and_small_ones_are_none() -> None:
@@ -183,10 +183,10 @@ def test_the_largest_part_is_one_line_and_small_ones_are_none() -> None:
     assert largest_of(GPT(depth=3)) == ""
     model = Two(nn.Linear(30, 10, bias=False))
     alone = largest_of(model)
-    assert alone.startswith("left whole: other (")
+    assert alone.startswith("replicated: other (")
     model.small = nn.Embedding(3, 30)
     line = largest_of(model)
-    assert line.startswith("left whole: other (")
+    assert line.startswith("replicated: other (")
     assert line.endswith("% more: trainer.strategy.describe()")
     assert "\n" not in line
 
@@ -200,5 +200,5 @@ def test_a_plan_of_the_module_s_own_is_its_reason() -> None:
 
 
 def test_where_nothing_is_found_the_first_reason_is_said() -> None:
-    with pytest.raises(ValueError, match=r"'fc1' is left whole: other parameters beside fc1"):
+    with pytest.raises(ValueError, match=r"'fc1' is replicated: other parameters beside fc1"):
         find_plan(mlp(nn.LayerNorm(20)), TP)

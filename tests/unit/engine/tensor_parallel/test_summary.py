@@ -34,14 +34,14 @@ def test_each_parameter_has_its_placement_and_the_bytes_of_a_rank() -> None:
     table, half = (VOCABULARY, WIDTH), (VOCABULARY // 2, WIDTH)
     num_bytes = FLOAT * VOCABULARY // 2 * WIDTH
     assert rows["*.token.weight"] == TensorRow(
-        "*.token.weight", 1, "vocab", table, half, "a piece along dim 0", num_bytes
+        "*.token.weight", 1, "vocab", table, half, "sharded on dim 0", num_bytes
     )
-    assert rows["*.attention.qkv.weight"].placement == "several pieces along dim 0"
+    assert rows["*.attention.qkv.weight"].placement == "stacked shards on dim 0"
     assert rows["*.attention.qkv.weight"].held == (3 * WIDTH // 2, WIDTH)
-    assert rows["*.attention.out.weight"].placement == "a piece along dim 1"
+    assert rows["*.attention.out.weight"].placement == "sharded on dim 1"
     assert rows["*.attention.out.weight"].held == (WIDTH, WIDTH // 2)
     norm = rows["*.attention_norm.weight"]
-    assert (norm.count, norm.style, norm.placement) == (2, "", "the whole")
+    assert (norm.count, norm.style, norm.placement) == (2, "", "replicated")
     assert norm.num_bytes == 2 * WIDTH * FLOAT
     is_norm = {name: "norm" in name for name in whole}
     elements = {name: torch.Size(shape).numel() for name, shape in whole.items()}
@@ -62,4 +62,4 @@ def test_a_shard_of_data_ranks_is_the_whole_of_a_tensor_rank() -> None:
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
             module.weight = nn.Parameter(cut(torch.ones(4), mesh, [Shard(0)]))
         placements += [row.placement for row in summarise(module, {}).rows]
-    assert placements == ["the whole", "a piece along dim 0"]
+    assert placements == ["replicated", "sharded on dim 0"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_dist.engine.tensor_parallel.layers.activations import add_up_gradients
+from lightning_dist.engine.tensor_parallel.layers.activations import all_reduce_gradients
 
 
 class SentError(Exception):
@@ -30,6 +30,6 @@ def test_gradients_in_host_memory_are_summed_on_the_device(monkeypatch: pytest.M
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with pytest.raises(SentError):
-        add_up_gradients([parameter], init_device_mesh("meta", (2,)))
+        all_reduce_gradients([parameter], init_device_mesh("meta", (2,)))
     assert [(tensor.device.type, len(tensor)) for tensor in sent] == [("meta", 4)]
     dist.destroy_process_group()

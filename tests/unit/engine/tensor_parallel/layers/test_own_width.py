@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.tensor_parallel.layers.own_width import behind
+from lightning_dist.engine.tensor_parallel.layers.own_width import stand_in_source
 from lightning_dist.engine.tensor_parallel.plan.heads import keep_own_heads
 
 WIDTH, HEADS, TP = 8, 4, 2
@@ -39,7 +39,7 @@ def test_an_attention_that_asks_for_the_width_sees_that_of_its_own_heads() -> No
     seen, _, size_of_a_head = sharded(Attention()).forward(x)
     assert seen.shape == (2, 3, WIDTH // TP)
     assert size_of_a_head == WIDTH // HEADS
-    assert behind(seen) is x
+    assert stand_in_source(seen) is x
 
 
 def test_whatever_else_is_computed_with_a_stand_in_is_no_number() -> None:

@@ -69,7 +69,7 @@ CANNOT: dict[str, Between] = {
 
 
 @pytest.mark.parametrize("name", CAN)
-def test_random_numbers_and_fewer_digits_are_no_flaw(name: str) -> None:
+def test_random_numbers_and_fewer_digits_are_no_mismatch(name: str) -> None:
     assert plan_of(model_of(Moody(CAN[name]))) == {"1.fc1", "1.fc2"}
 
 
