@@ -114,7 +114,7 @@ class MixedPrecision(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         if self._scale is not None:
-            self._plugin.settle()
+            self._plugin.update_loss_scale()
             metrics = {
                 "mixed_precision/loss_scale": self._scale.value,
                 "mixed_precision/skipped_steps": float(self._scale.num_skipped),
@@ -140,7 +140,7 @@ class MixedPrecision(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._plugin.settle()  # the pipeline has been drained
+        self._plugin.update_loss_scale()  # the pipeline has been drained
 
     # --- checkpoints -------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class MixedPrecision(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._scale is None:
             return {}
-        self._plugin.settle()
+        self._plugin.update_loss_scale()
         return self._scale.state_dict()
 
     @override

@@ -131,7 +131,7 @@ class JointDecision:
         self.forget()
         return True
 
-    def settle(self, wanted: bool) -> bool:
+    def decide_now(self, wanted: bool) -> bool:
         """Returns whether any rank votes yes, or has at an undecided boundary. Collective."""
         self._pending.append(_begin_sum([int(wanted)], self._group))
         votes = [_count(pending) for pending in self._pending]

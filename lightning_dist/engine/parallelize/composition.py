@@ -145,8 +145,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, asked: Parallelism) -> Para
         whole = [] if split is None else split.layers.placed_here()
         for root in roots if split is not None else ():  # users' steps get what they return
             return_no_views(root)
-        mirror = None if split is None else split.layers.mirror
-        shards = fully_shard(roots, module, new, data_mesh, sharding, inner, whole, mirror)
+        traced = None if split is None else split.layers.traced_module
+        shards = fully_shard(roots, module, new, data_mesh, sharding, inner, whole, traced)
     take_whole_tensors(module)
     replica = None if asked.replicas is None else WrappedReplica(module, asked.replicas)
     return ParallelModule(
@@ -212,7 +212,7 @@ def _choose_units(module: nn.Module, asked: Parallelism, split: PipelineSplit | 
     if policy.is_manual:
         parts = module.named_modules()
         return [Unit(name) for name, part in parts if name and isinstance(part, FSDPModule)]
-    if split is not None and split.layers.mirror is not None:
+    if split is not None and split.layers.traced_module is not None:
         return []  # of a traced stage no module is called
     is_possible = _keep_all if split is None else split.is_in_a_layer
     shardable = shardable_modules(module)

@@ -165,7 +165,7 @@ class Stage:
         self._interceptor = interceptor
         self._found = interceptor.found
         self._calls = calls
-        self._swapped = SwappedWeights(layers, self._found.of_loss.module)
+        self._swapped = SwappedWeights(layers, self._found.loss_parameters.module)
         self.policy = policy
         self.gradients = gradients
         self.meter = meter

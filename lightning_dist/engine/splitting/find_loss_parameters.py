@@ -87,12 +87,12 @@ def give_loss_parameters(module: nn.Module, path: str, layers: Layers) -> None:
         outside = {name: p for name, p in named if p.requires_grad and id(p) not in inside}
     if outside or known.names:
         known.add(outside)
-        layers.of_loss = known
+        layers.loss_parameters = known
 
 
 def refuse_cuts(layers: Layers, path: str, cuts: Iterable[str]) -> None:
     """Refuses loss parameters that tensor parallelism cuts, where data ranks have shards."""
-    names = sorted(layers.of_loss.names & {*cuts})
+    names = sorted(layers.loss_parameters.names & {*cuts})
     if names:
         raise ValueError(
             f"Leave {names} out of the tensor-parallel plan, or make them part of the pipelined"

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dist.engine.splitting.foreign_layer import ForeignLayer, describe
 from lightning_dist.engine.splitting.loss_parameters import LossParameters
 from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
+from lightning_dist.engine.splitting.remote_layer import RemoteLayer, describe
 from lightning_dist.engine.tensors.compiler import PausedCompiler
 from lightning_dist.engine.tensors.patch import replaced
 
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: The submodule's name in the pipelined module.
-        module: The present module of that name, a :class:`.ForeignLayer` if it is remote.
+        module: The present module of that name, a :class:`.RemoteLayer` if it is remote.
         layer_index: Index of the layer.
     """
 
@@ -49,8 +49,10 @@ class Layers:
     Attributes:
         origin: Where the layers come from, in a few words; empty for an ``nn.Sequential``.
         compiler: The compiler of the pipelined module's calls.
-        of_loss: What steps use behind the pipelined module, of the user's module.
+        loss_parameters: What steps use behind the pipelined module, of the user's module.
         users_module: The user's module, as far as it is known.
+        traced_module: The traced module, by which steps read the layers' parameters; None if the
+            layers are not of a trace.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[Sequence[str]]) -> None:
@@ -58,9 +60,10 @@ class Layers:
         self.names = tuple(tuple(group) for group in names)
         self.origin = ""
         self.compiler = PausedCompiler()
-        self.of_loss = LossParameters(module)
+        self.loss_parameters = LossParameters(module)
         self.users_module = module
-        self._foreign: list[ForeignLayer] = []
+        self.traced_module: nn.Module | None = None
+        self._remote: list[RemoteLayer] = []
 
     def __len__(self) -> int:
         """Returns the number of layers."""
@@ -77,17 +80,12 @@ class Layers:
     @property
     def placed(self) -> tuple[PlacedParameters, ...]:
         """What belongs to a layer's stage, but to none of its submodules."""
-        return (self.of_loss,)
+        return (self.loss_parameters,)
 
     @property
     def stands_alone(self) -> bool:
         """Whether a plain loop has given the layers, so that no module around them is known."""
         return False
-
-    @property
-    def mirror(self) -> nn.Module | None:
-        """A module that has the layers' parameters, too, for users to read, but runs none."""
-        return None
 
     def layer_of(self, placed: PlacedParameters) -> int:
         """Returns the layer with whose stage some of :attr:`placed` are."""
@@ -128,7 +126,7 @@ class Layers:
     @contextmanager
     def in_step(self, *, is_last: bool) -> Iterator[None]:
         """Returns the context manager for a user's step, on the last stage or on another one."""
-        with self.in_sight(), self.of_loss.in_step(is_last=is_last):
+        with self.listing_remote_layers(), self.loss_parameters.in_step(is_last=is_last):
             yield
 
     def copied_buffers(self) -> AbstractContextManager[None]:
@@ -152,23 +150,23 @@ class Layers:
 
     def in_call(self, given: object) -> AbstractContextManager[None]:
         """Returns the context manager for the layers in a step, called with some arguments."""
-        return self.of_loss.in_call(given)
+        return self.loss_parameters.in_call(given)
 
     @contextmanager
-    def in_sight(self) -> Iterator[None]:
-        """Returns a context manager in which walks through the model see the remote layers."""
-        for layer in self._foreign:
-            layer.is_in_sight = True
+    def listing_remote_layers(self) -> Iterator[None]:
+        """Returns a context manager in which walks through the model list remote layers."""
+        for layer in self._remote:
+            layer.is_listed = True
         try:
             with ExitStack() as stack:
                 for placed in self.placed:
                     stack.enter_context(placed.as_remote())
                 yield
         finally:
-            for layer in self._foreign:
-                layer.is_in_sight = False
+            for layer in self._remote:
+                layer.is_listed = False
 
-    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
+    def finish_cut(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
         """Ends a cut, or a change of it, after the submodules have been exchanged.
 
         Args:
@@ -176,22 +174,22 @@ class Layers:
             beside: Tensors that :meth:`beside` returned for the layers that came.
         """
         for placed in self.placed:
-            placed.settle(is_here=self.layer_of(placed) in own_layers)
+            placed.finish_cut(is_here=self.layer_of(placed) in own_layers)
 
     def attach(self, device: torch.device) -> None:
         """Prepares the cut module for calls of stages, as if remote tensors were on a device."""
         for placed in self.placed:
             placed.attach(device)
         modules = (part.module for part in self.parts())
-        self._foreign = [module for module in modules if isinstance(module, ForeignLayer)]
-        for layer in self._foreign:
-            layer.answer_by(describe(layer, device))
+        self._remote = [module for module in modules if isinstance(module, RemoteLayer)]
+        for layer in self._remote:
+            layer.set_description(describe(layer, device))
 
     def detach(self) -> None:
         """Undoes :meth:`attach`."""
-        for layer in self._foreign:
-            layer.answer_by(layer.skeleton)
-        self._foreign = []
+        for layer in self._remote:
+            layer.set_description(layer.skeleton)
+        self._remote = []
 
 
 class LayerSequence(Layers):

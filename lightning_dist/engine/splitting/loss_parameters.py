@@ -36,7 +36,7 @@ class LossParameters(PlacedParameters):
 
     Attributes:
         module: The user's module, by which steps read them and the layers' parameters.
-        in_their_place: While a step runs on another stage than the last, the NaNs by name.
+        placeholders: The NaNs by name while a step runs on another stage than the last.
     """
 
     kept_as = "_lightning_dist_loss_parameters"
@@ -47,7 +47,7 @@ class LossParameters(PlacedParameters):
         self._checked: set[bool] = set()  # by whether gradients are on
         self._watch: DependenceWatch | None = None
         self._is_in_step = self._has_grad = False
-        self.in_their_place: dict[str, Tensor] = {}
+        self.placeholders: dict[str, Tensor] = {}
 
     def modules(self) -> dict[str, nn.Module]:
         """Returns the outermost modules with no other parameters, as far as this rank has them."""
@@ -59,9 +59,9 @@ class LossParameters(PlacedParameters):
         return {name: found[name] for name in outermost(found)}
 
     @override
-    def settle(self, *, is_here: bool) -> None:
+    def finish_cut(self, *, is_here: bool) -> None:
         owners = {} if is_here else self.modules()
-        super().settle(is_here=is_here)
+        super().finish_cut(is_here=is_here)
         for name, owner in owners.items():
             owner.register_forward_pre_hook(partial(self._check_call, name))
 
@@ -77,7 +77,7 @@ class LossParameters(PlacedParameters):
             yield
             return
         self._is_in_step, self._has_grad = True, torch.is_grad_enabled()
-        self.in_their_place = unknown = self.unknown()
+        self.placeholders = unknown = self.unknown()
         if self._has_grad not in self._checked:
             self._watch = DependenceWatch(self._refuse)
             self._watch.mark(unknown)
@@ -85,7 +85,7 @@ class LossParameters(PlacedParameters):
             with self.in_place(unknown), self._watch or nullcontext():
                 yield
         finally:
-            self._is_in_step, self._watch, self.in_their_place = False, None, {}
+            self._is_in_step, self._watch, self.placeholders = False, None, {}
 
     @contextmanager
     def in_call(self, given: object) -> Iterator[None]:

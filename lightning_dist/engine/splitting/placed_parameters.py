@@ -69,7 +69,7 @@ class PlacedParameters:
         return {self.prefix + name for name in self._shapes}
 
     @property
-    def foreign_names(self) -> set[str]:
+    def remote_names(self) -> set[str]:
         """The names of parameters that another rank has."""
         return {self.prefix + name for name in self._removed.names}
 
@@ -96,7 +96,7 @@ class PlacedParameters:
         for name, parameter in self.parameters().items():
             stage.register_parameter(f"beside/{name.replace('.', '/')}", parameter)
 
-    def settle(self, *, is_here: bool) -> None:
+    def finish_cut(self, *, is_here: bool) -> None:
         """Ends a cut: removes the parameters from the module on a rank without their stage."""
         if self._shapes:
             vars(self.module)[self.kept_as] = self

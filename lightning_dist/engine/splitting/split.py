@@ -132,7 +132,7 @@ class PipelineSplit:
     @contextmanager
     def whole(self, device: torch.device | None = None) -> Iterator[None]:
         """Returns a context manager with the whole model's structure; see :func:`.cut.whole`."""
-        with self._whole_layers(device), self.layers.of_loss.as_empty(device):
+        with self._whole_layers(device), self.layers.loss_parameters.as_empty(device):
             yield
 
     def _whole_layers(self, device: torch.device | None) -> AbstractContextManager[None]:
@@ -151,10 +151,10 @@ class PipelineSplit:
         inside |= {id(parameter) for parameter in self.layers.placed_here()}
         return [t for t in (*module.parameters(), *module.buffers()) if id(t) not in inside]
 
-    def foreign_names(self) -> set[str]:
+    def remote_names(self) -> set[str]:
         """Returns the entries of the whole model's state dict that other stages hold."""
         stages = stage_of_layers(self.layers_per_stage)
-        beside = (placed.foreign_names for placed in self.layers.placed)
+        beside = (placed.remote_names for placed in self.layers.placed)
         return set[str]().union(*beside) | {
             f"{self._prefix}{part.name}.{key}"
             for part in self.layers.parts()

@@ -3,7 +3,7 @@
 Each stage needs such a parameter at the same moment as the others, so each rank with one of these
 stages has a copy. :mod:`.pipeline.tied_gradients` keeps the copies equal.
 
-In the structure of foreign layers, this rank's copy stands for the other copies, so that the whole
+In the structure of remote layers, this rank's copy stands for the other copies, so that the whole
 model's structure is tied, too (:mod:`.splitting.cut`).
 """
 
@@ -17,8 +17,8 @@ from torch.distributed.tensor import Placement
 
 from lightning_dist.engine.planning.partition import stage_of_layers
 from lightning_dist.engine.splitting.cut import structure_of
-from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import Layers, layers_in
+from lightning_dist.engine.splitting.remote_layer import RemoteLayer
 from lightning_dist.engine.tensors.module_tree import dotted, set_attribute
 
 
@@ -81,23 +81,23 @@ def cut_differently(ties: Sequence[Tie], path: str, cuts: Mapping[str, Placement
 
 
 def tie_again(layers: Layers, ties: Sequence[Tie]) -> None:
-    """Puts this rank's copies into the structure of foreign layers.
+    """Puts this rank's copies into the structure of remote layers.
 
-    Sharding replaces a layer's parameters, but not those in the structure of foreign layers. The
+    Sharding replaces a layer's parameters, but not those in the structure of remote layers. The
     ties are those found before.
     """
     parts = layers.parts()
-    foreign = {p.name: p.module.skeleton for p in parts if isinstance(p.module, ForeignLayer)}
+    remote = {p.name: p.module.skeleton for p in parts if isinstance(p.module, RemoteLayer)}
     own = {
         f"{part.name}.{name}": parameter
         for part in parts
-        if part.name not in foreign
+        if part.name not in remote
         for name, parameter in part.module.named_parameters(remove_duplicate=False)
     }
     for tie in ties:
         names = [name for of_stage in tie.names.values() for name in of_stage]
         copies = [own[name] for name in names if name in own]
-        for part_name, skeleton in foreign.items():
+        for part_name, skeleton in remote.items():
             for name in names if copies else ():
                 if name.startswith(f"{part_name}."):
                     set_attribute(skeleton, name.removeprefix(f"{part_name}."), copies[0])

@@ -26,7 +26,7 @@ from lightning_dist.engine.precision.loss_scale import LossScale
 from lightning_dist.engine.precision.overflow import Overflow
 from lightning_dist.engine.precision.policy import HalfPrecision
 from lightning_dist.engine.sharding.fully_shard import is_left_whole
-from lightning_dist.engine.splitting.cut import foreign_layers, whole
+from lightning_dist.engine.splitting.cut import remote_layers, whole
 from lightning_dist.engine.splitting.layers import Layers
 from lightning_dist.engine.splitting.placed_parameters import placed_in
 from lightning_dist.engine.stashing.half_versions import HalfWeights
@@ -80,7 +80,7 @@ class HalfPrecisionPlugin(Precision):
 
     def scale_of_next_batch(self) -> float:
         """Returns the factor of the next batch's loss, which is the same on all ranks."""
-        self.settle()
+        self.update_loss_scale()
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def measure_gradients(self) -> Ranges:
@@ -89,7 +89,7 @@ class HalfPrecisionPlugin(Precision):
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return measure(found, self.half.dtype, scale)
 
-    def settle(self) -> None:
+    def update_loss_scale(self) -> None:
         """Updates the loss scale by the outcomes of the steps that are known so far."""
         if self.loss_scale is not None:
             for overflowed in self.overflow.outcomes():
@@ -129,7 +129,7 @@ class HalfPrecisionPlugin(Precision):
         with whole(self._module):
             everywhere = self.half.half_parameters(self._module)
         ids = {id(parameter) for parameter in everywhere.values()}
-        for _, _, layer in foreign_layers(self._module):  # a model's forward may see their dtype
+        for _, _, layer in remote_layers(self._module):  # a model's forward may see their dtype
             names = (name for name, p in layer.skeleton.named_parameters() if id(p) in ids)
             layer.compute_dtypes = dict.fromkeys(names, self.half.dtype)
         for placed in placed_in(self._module):
@@ -154,7 +154,7 @@ class HalfPrecisionPlugin(Precision):
     def _detach(self) -> None:
         if self._casts is not None:
             self._casts.remove()
-        for _, _, layer in () if self._module is None else foreign_layers(self._module):
+        for _, _, layer in () if self._module is None else remote_layers(self._module):
             layer.compute_dtypes = {}
         for placed in () if self._module is None else placed_in(self._module):
             placed.compute_dtypes = {}

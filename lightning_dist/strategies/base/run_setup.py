@@ -183,7 +183,7 @@ class RunSetup(LayoutFreeCheckpoints):
     def annotate(self, exception: BaseException) -> None:
         super().annotate(exception)
         placed = () if self.split is None else self.split.layers.placed
-        missing = set[str]().union(*(each.foreign_names for each in placed))
+        missing = set[str]().union(*(each.remote_names for each in placed))
         if missing and "NoneType" in str(exception):
             exception.add_note(
                 f"Outside of steps, {sorted(missing)} are None on this rank: they are on the first"

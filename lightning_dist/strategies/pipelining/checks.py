@@ -103,7 +103,9 @@ def check_saved_names(module: pl.LightningModule, split: PipelineSplit) -> None:
         ValueError: A ``state_dict`` of the module's own gives them other names.
     """
     has_own = type(module).state_dict is not nn.Module.state_dict
-    if not has_own or split.layers.mirror is not None:  # the names of a trace are the module's
+    if (
+        not has_own or split.layers.traced_module is not None
+    ):  # the names of a trace are the module's
         return
     parts = (part.module for part in split.layers.parts())
     tensors = (t for part in parts for t in (*part.parameters(), *part.buffers()))

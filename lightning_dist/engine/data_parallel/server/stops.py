@@ -98,7 +98,7 @@ class ServerDecision(JointDecision):
         return self._decisions.is_due(self._number)
 
     @override
-    def settle(self, wanted: bool) -> bool:
+    def decide_now(self, wanted: bool) -> bool:
         result = self._is_any(wanted or self._number in self._decisions.asked)
         self.forget()
         return result

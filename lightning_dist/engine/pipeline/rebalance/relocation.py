@@ -194,7 +194,7 @@ class LayerExchange:
                 recut(layers, after, [layer for layer in own if layer not in coming])
                 beside = self._receive(layers, coming, states)
                 recut(layers, after, own)
-                layers.settle(own, beside)
+                layers.finish_cut(own, beside)
             pipeline.stages.repartition(after)
             on_moved()
         self._links.close()

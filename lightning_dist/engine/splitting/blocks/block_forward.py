@@ -26,8 +26,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
+from lightning_dist.engine.splitting.remote_layer import RemoteLayer
 from lightning_dist.engine.tensors.module_tree import dotted, set_attribute
 from lightning_dist.engine.tensors.observers import DependenceWatch
 from lightning_dist.engine.tensors.tree import flatten, map_tensors, tensors_in
@@ -47,7 +47,7 @@ class _BlocksLeft(BaseException):  # noqa: N818
 
 
 @dataclass(slots=True)
-class _Course:
+class _ForwardRun:
     """One run of the forward."""
 
     span: range  # of the stage's blocks
@@ -68,7 +68,7 @@ class BlockRoute:
         after: Names of the modules with parameters that run after the blocks.
         run: Calls a block of this stage with its arguments.
         direct: Parameters that the modules around the blocks hold themselves.
-        of_loss: Returns the NaNs that are in place of what only the last stage has.
+        loss_placeholders: Returns the NaNs that are in place of what only the last stage has.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class BlockRoute:
         after: Collection[str],
         run: Callable[..., Any],
         direct: Sequence[PlacedParameters] = (),
-        of_loss: Callable[[], Mapping[str, Tensor]] = dict,
+        loss_placeholders: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._model = model
         self._path = path
@@ -87,10 +87,10 @@ class BlockRoute:
         self._after = after
         self._run_block = run
         self._direct = direct
-        self._of_loss = of_loss
+        self._loss_placeholders = loss_placeholders
         self._blocks = cast(_List, model.get_submodule(path))
         self._forward: Callable[..., Any] = model.forward
-        self._course: _Course | None = None
+        self._forward_run: _ForwardRun | None = None
         self._checked: set[tuple[range, bool]] = set()  # by training mode
         # Results of remote modules, without values, and what their shapes depend on.
         self._latest: dict[str, tuple[bytes | None, Any]] = {}
@@ -100,7 +100,7 @@ class BlockRoute:
         self._forward = self._model.forward
         set_attribute(self._model, self._path, _guarded(self._blocks, self._call))
         for name, module in self._remote_modules():
-            stand_in = partial(self._stand_in, name, module, module.imitation())
+            stand_in = partial(self._stand_in, name, module, module.meta_copy())
             module.forward = stand_in  # type: ignore[method-assign]
 
     def detach(self) -> None:
@@ -109,9 +109,9 @@ class BlockRoute:
         for _, module in self._remote_modules():
             del module.forward
 
-    def _remote_modules(self) -> list[tuple[str, ForeignLayer]]:
+    def _remote_modules(self) -> list[tuple[str, RemoteLayer]]:
         parts = {name: self._model.get_submodule(name) for name in (*self._before, *self._after)}
-        return [(name, part) for name, part in parts.items() if isinstance(part, ForeignLayer)]
+        return [(name, part) for name, part in parts.items() if isinstance(part, RemoteLayer)]
 
     def run(
         self, span: range, received: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -135,12 +135,12 @@ class BlockRoute:
         watch = None
         remote = [placed for placed in self._direct if self._is_remote(placed, span)]
         unknown = [placed.unknown() for placed in remote]
-        of_loss = self._of_loss()
-        if (span.start > 0 or of_loss or any(unknown)) and key not in self._checked:
+        loss_placeholders = self._loss_placeholders()
+        if (span.start > 0 or loss_placeholders or any(unknown)) and key not in self._checked:
             self._checked.add(key)
             watch = DependenceWatch(self._refuse_read)
-            watch.mark((unknown, [*of_loss.values()]))
-        self._course = course = _Course(span, received, watch)
+            watch.mark((unknown, [*loss_placeholders.values()]))
+        self._forward_run = run = _ForwardRun(span, received, watch)
         try:
             with ExitStack() as stack:
                 for placed, values in zip(remote, unknown, strict=True):
@@ -148,11 +148,11 @@ class BlockRoute:
                 stack.enter_context(watch or nullcontext())
                 result = self._forward(*arguments, **keywords)
         except _BlocksLeft:
-            return course.output
+            return run.output
         finally:
-            self._course = None
-        if course.next_block < span.stop:
-            raise ValueError(self._out_of_order(course, "ended"))
+            self._forward_run = None
+        if run.next_block < span.stop:
+            raise ValueError(self._out_of_order(run, "ended"))
         if watch is not None:
             self._check_end(watch, result)
         return result
@@ -181,49 +181,49 @@ class BlockRoute:
         return span.start > 0 if placed.is_first else span.stop < len(self._blocks)
 
     def _call(self, index: int, block: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        course = self._course
-        if course is None:
+        run = self._forward_run
+        if run is None:
             return block(*arguments, **keywords)
-        if index != course.next_block:
-            raise ValueError(self._out_of_order(course, f"called block {index}"))
-        span = course.span
-        course.next_block += 1
+        if index != run.next_block:
+            raise ValueError(self._out_of_order(run, f"called block {index}"))
+        span = run.span
+        run.next_block += 1
         if index < span.start:
             is_next_own = index + 1 == span.start
-            if course.placeholder is None and not is_next_own:
-                course.placeholder = self._marked(map_tensors(_unknown, course.received))
-            return course.received if is_next_own else course.placeholder
-        if course.watch is None:
+            if run.placeholder is None and not is_next_own:
+                run.placeholder = self._marked(map_tensors(_unknown, run.received))
+            return run.received if is_next_own else run.placeholder
+        if run.watch is None:
             output = self._run_block(block, *arguments, **keywords)
         else:
-            self._check(course.watch, index, [*enumerate(arguments), *keywords.items()])
-            with course.watch.paused():
+            self._check(run.watch, index, [*enumerate(arguments), *keywords.items()])
+            with run.watch.paused():
                 output = self._run_block(block, *arguments, **keywords)
         if index + 1 == span.stop < len(self._blocks):
-            course.output = output
+            run.output = output
             raise _BlocksLeft
         return output
 
-    def _out_of_order(self, course: _Course, what: str) -> str:
+    def _out_of_order(self, run: _ForwardRun, what: str) -> str:
         return (
-            f"{type(self._model).__name__} {what} when block {course.next_block} of"
+            f"{type(self._model).__name__} {what} when block {run.next_block} of"
             f" {self._path!r} should have come. A pipeline needs a forward that calls each block of"
             " the list once, in order: switch off what skips blocks (`layerdrop=0`, say), or name"
             " another list with `layers=`."
         )
 
     def _stand_in(
-        self, name: str, foreign: ForeignLayer, empty: nn.Module, *arguments: Any, **keywords: Any
+        self, name: str, remote: RemoteLayer, empty: nn.Module, *arguments: Any, **keywords: Any
     ) -> Any:
-        course = self._course
-        if course is None:
-            return ForeignLayer.forward(foreign, *arguments, **keywords)
-        is_behind = course.next_block > course.span.start
+        run = self._forward_run
+        if run is None:
+            return RemoteLayer.forward(remote, *arguments, **keywords)
+        is_behind = run.next_block > run.span.start
         if is_behind or name in self._after:
             taken, found = ("before", "behind") if name in self._before else ("behind", "before")
             raise ValueError(
                 f"{name!r} was taken to run {taken} the blocks of {self._path!r}, and is on stage"
-                f" {foreign.stage_index} therefore, but it runs {found} them, on this stage. Say so"
+                f" {remote.stage_index} therefore, but it runs {found} them, on this stage. Say so"
                 f" in the model's pipeline plan: `model.pp_plan = {{...}}`, with its inputs and"
                 " outputs like those of the other parts."
             )
@@ -233,8 +233,8 @@ class BlockRoute:
         return self._marked(map_tensors(partial(_unknown, device=device), returned))
 
     def _marked(self, placeholder: Any) -> Any:
-        if self._course is not None and self._course.watch is not None:
-            self._course.watch.mark(placeholder)
+        if self._forward_run is not None and self._forward_run.watch is not None:
+            self._forward_run.watch.mark(placeholder)
         return placeholder
 
     def _shapes_of(self, name: str, empty: nn.Module, call: tuple[Any, Any]) -> Any:
@@ -270,7 +270,7 @@ class BlockRoute:
 
     def _remote_values(self) -> str:
         first, last = {*self._before}, set[str]()
-        last.update(self._of_loss())
+        last.update(self._loss_placeholders())
         for placed in self._direct:
             (first if placed.is_first else last).update(placed.names)
         sides = ((first, "first"), (last, "last"))
@@ -316,8 +316,8 @@ class _GuardedBlock:
 
     def __getattr__(self, name: str) -> Any:
         # A remote block still has its attributes: the kind of its attention, a dtype.
-        is_foreign = isinstance(self._block, ForeignLayer)
-        return getattr(self._block.described if is_foreign else self._block, name)
+        is_remote = isinstance(self._block, RemoteLayer)
+        return getattr(self._block.described if is_remote else self._block, name)
 
 
 def _key_of(tree: Any) -> bytes | None:

@@ -100,7 +100,7 @@ class Blocks(Layers):
             after=after,
             run=self.compiler.resume,
             direct=direct,
-            of_loss=lambda: self.of_loss.in_their_place,
+            loss_placeholders=lambda: self.loss_parameters.placeholders,
         )
 
     @property

@@ -5,7 +5,7 @@ replaced by the sequence. Each layer holds the parameters that its operations us
 same objects as in the module, for gradients, optimizers and weight versions. Buffers are looked up
 in the module when a layer runs. :mod:`.tracing.program` has the layers' graphs.
 
-So a cut has two sides. In the sequence, layers of other ranks become foreign layers, as in any
+So a cut has two sides. In the sequence, layers of other ranks become remote layers, as in any
 other one. They keep the shapes, for layers that move to this rank later. In the user's module the
 parts stay, and only their tensors are removed (:mod:`.splitting.removed_tensors`).
 """
@@ -82,11 +82,12 @@ class TracedLayers(LayerSequence):
         program: The layers' graphs.
         saved: Names of the module's tensors, by their keys in its state dict.
         away: The module's tensors that other ranks hold.
-        traced_module: The traced module, by which a step reads the layers' parameters.
 
     Raises:
         ValueError: The module cannot be traced.
     """
+
+    traced_module: nn.Module
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class TracedLayers(LayerSequence):
         self.saved = names_of_saved(module)
         self.away = RemovedTensors(module, _NO_VALUE, _NO_CALL)
         self.traced_module = module
-        self.of_loss = LossParameters(module)
+        self.loss_parameters = LossParameters(module)
         self.origin = "traced from its first call"
         module.forward = _TracedForward(self)
 
@@ -152,11 +153,6 @@ class TracedLayers(LayerSequence):
     def buffers(self) -> list[Tensor]:
         return [*self.traced_module.buffers()]  # of which a layer's are looked up there
 
-    @property
-    @override
-    def mirror(self) -> nn.Module:
-        return self.traced_module
-
     @override
     def take_replaced(self) -> None:
         for part in self.parts():
@@ -170,13 +166,13 @@ class TracedLayers(LayerSequence):
 
     @override
     @contextmanager
-    def in_sight(self) -> Iterator[None]:
+    def listing_remote_layers(self) -> Iterator[None]:
         with self.away.as_remote():
             yield
 
     @override
-    def settle(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
-        super().settle(own_layers, beside)
+    def finish_cut(self, own_layers: Sequence[int], beside: Mapping[str, Tensor]) -> None:
+        super().finish_cut(own_layers, beside)
         away, canonical = self.away, self.program.canonical
         known: dict[str, Tensor] = dict(beside)
         for index in own_layers:

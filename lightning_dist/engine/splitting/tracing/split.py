@@ -52,15 +52,15 @@ class TracedSplit(PipelineSplit):
 
     @override
     def tensors_outside(self, module: nn.Module) -> list[Tensor]:
-        inside = self._all_names | self.layers.of_loss.names
+        inside = self._all_names | self.layers.loss_parameters.names
         named = [*module.named_parameters(), *module.named_buffers()]
         return [tensor for name, tensor in named if name not in inside]
 
     @override
-    def foreign_names(self) -> set[str]:
+    def remote_names(self) -> set[str]:
         away, saved = self._all_names - self._names_in(self._own_layers), self.layers.saved.items()
-        foreign = {self._prefix + key for key, name in saved if self._prefix + name in away}
-        return foreign | self.layers.of_loss.foreign_names
+        remote = {self._prefix + key for key, name in saved if self._prefix + name in away}
+        return remote | self.layers.loss_parameters.remote_names
 
     @override
     def state_dict(self, module: nn.Module) -> dict[str, Any]:

@@ -257,8 +257,8 @@ def vocab(layer: nn.Embedding, mesh: DeviceMesh) -> None:
         rows = local_part(layer.weight)
         own = tokens - first
         is_known = (tokens >= 0) & (tokens < layer.num_embeddings)  # others are an error, as usual
-        is_foreign = ((own < 0) | (own >= rows.shape[0])) & is_known
-        found = look_up(layer, own.masked_fill(is_foreign, 0), rows, first)
-        return activations.leave(found.masked_fill(is_foreign[..., None], 0), mesh)
+        is_remote = ((own < 0) | (own >= rows.shape[0])) & is_known
+        found = look_up(layer, own.masked_fill(is_remote, 0), rows, first)
+        return activations.leave(found.masked_fill(is_remote[..., None], 0), mesh)
 
     layer.forward = _ShardedForward(forward)  # type: ignore[method-assign, assignment]

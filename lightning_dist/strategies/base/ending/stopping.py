@@ -85,17 +85,17 @@ def stop_training_together(
         if lightning_internals.can_stop_early(trainer):
             trainer.should_stop = stop.at_boundary(trainer.should_stop)
 
-    def settle() -> None:
+    def decide_now() -> None:
         if lightning_internals.can_stop_early(trainer):
-            trainer.should_stop = stop.settle(trainer.should_stop)
+            trainer.should_stop = stop.decide_now(trainer.should_stop)
 
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     undo = ExitStack()
     undo.callback(surround_method(batches, "on_advance_end", before=decide))
-    undo.callback(surround_method(batches.val_loop, "run", after=settle))
-    undo.callback(surround_method(batches, "on_run_start", after=settle))
-    undo.callback(surround_method(epochs, "on_run_start", after=settle))
-    undo.callback(surround_method(epochs, "on_advance_end", after=settle))
+    undo.callback(surround_method(batches.val_loop, "run", after=decide_now))
+    undo.callback(surround_method(batches, "on_run_start", after=decide_now))
+    undo.callback(surround_method(epochs, "on_run_start", after=decide_now))
+    undo.callback(surround_method(epochs, "on_advance_end", after=decide_now))
     module = trainer.lightning_module
     if is_overridden("on_train_batch_start", module):
         skip = joint()

@@ -168,10 +168,10 @@ class LayoutFreeCheckpoints(AsyncSaving):
         for optimizer, names in zip(self.optimizers, self._group_names, strict=True):
             regroup(optimizer, self.module, names, self._first_names)
 
-    def foreign_names(self) -> set[str]:
+    def remote_names(self) -> set[str]:
         """Returns the names of the whole model's state that other ranks hold."""
         split = self.split
-        return set() if split is None else split.foreign_names()
+        return set() if split is None else split.remote_names()
 
     # --- state of the strategy ---------------------------------------------------------------
 
@@ -313,11 +313,11 @@ class LayoutFreeCheckpoints(AsyncSaving):
             return super().load_checkpoint(path, weights_only)
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         own = parameters.keys() | self._own_state().keys()
-        foreign = self.foreign_names()
+        remote = self.remote_names()
         # Names that no rank has are loaded too, for `load_state_dict` to complain about.
         return checkpoints.load_sharded(
             path,
-            lambda name: name in own or name not in foreign,
+            lambda name: name in own or name not in remote,
             parameters=parameters,
             weights_only=weights_only,
             replica=self._replica_index if self.replicas_step_alone else 0,
@@ -325,10 +325,10 @@ class LayoutFreeCheckpoints(AsyncSaving):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        foreign = self.foreign_names()
-        own = {n: value for n, value in checkpoint["state_dict"].items() if n not in foreign}
-        if foreign:  # a module that has not been cut yet keeps its own values of them
-            own = saved_names.with_own_values(own, self._own_state(), foreign)
+        remote = self.remote_names()
+        own = {n: value for n, value in checkpoint["state_dict"].items() if n not in remote}
+        if remote:  # a module that has not been cut yet keeps its own values of them
+            own = saved_names.with_own_values(own, self._own_state(), remote)
         self.module.load_state_dict(own, strict=strict)
 
     @override

@@ -285,7 +285,7 @@ def _find_parts(module: nn.Module) -> tuple[list[Part], bool]:
         trained = [pair for pair in module.named_children() if list(pair[1].parameters())]
         return [Part(name, child, index) for index, (name, child) in enumerate(trained)], False
     last = len(layers) - 1
-    beside = [Part(name, part, last) for name, part in layers.of_loss.modules().items()]
+    beside = [Part(name, part, last) for name, part in layers.loss_parameters.modules().items()]
     ahead, behind = _direct_parts(layers, is_first=True), _direct_parts(layers, is_first=False)
     return [*ahead, *layers.parts(), *behind, *beside], True
 
@@ -301,7 +301,7 @@ def _direct_parts(layers: Layers, *, is_first: bool) -> list[Part]:
     """Returns the parameters that modules with blocks hold themselves, as parts that do not run."""
     found = []
     for placed in layers.placed:
-        if placed is not layers.of_loss and placed.names and placed.is_first == is_first:
+        if placed is not layers.loss_parameters and placed.names and placed.is_first == is_first:
             holder = nn.Module()
             placed.put_into(holder)
             found.append(Part(", ".join(sorted(placed.names)), holder, layers.layer_of(placed)))

@@ -69,7 +69,7 @@ def decide_on_all(
         found = [decision.at_boundary(wanted) for wanted in wishes[rank]]
         if ends == "forget":
             decision.forget()
-        return [*found, decision.settle(False)]
+        return [*found, decision.decide_now(False)]
 
     with ThreadPoolExecutor(NUM_RANKS) as pool:
         return list(pool.map(decide, range(NUM_RANKS)))
@@ -89,7 +89,9 @@ def test_all_decide_alike_at_once_or_some_boundaries_later(
         is_due = len(pending) == lag and pending.pop(0)
         expected.append(is_due or all(column))
         pending = [] if expected[-1] else [*pending, any(column)]
-    assert decide_on_all(groups, wishes, "settle", lag) == [[*expected, any(pending)]] * NUM_RANKS
+    assert (
+        decide_on_all(groups, wishes, "decide_now", lag) == [[*expected, any(pending)]] * NUM_RANKS
+    )
     assert any(expected)
 
 

@@ -118,7 +118,10 @@ def test_a_forward_may_have_a_head_behind_the_stages() -> None:
         asked = Parallelism(PipelineConfig(), TensorConfig(), ShardConfig())
         split = parallelize(WithForward(), build_mesh(MeshShape(pp=2), "cpu"), asked).split
     assert split is not None
-    assert (split.path, split.layers.of_loss.names) == ("model", {"head.weight", "head.bias"})
+    assert (split.path, split.layers.loss_parameters.names) == (
+        "model",
+        {"head.weight", "head.bias"},
+    )
 
 
 def test_a_plan_may_not_cut_it_where_there_are_shards() -> None:

@@ -17,8 +17,8 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
     to_numbers,
 )
 from lightning_dist.engine.splitting.cut import cut, is_cut, layers_of, whole
-from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import LayerSequence
+from lightning_dist.engine.splitting.remote_layer import RemoteLayer
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.tensors.skeleton import skeleton_of
 
@@ -27,14 +27,14 @@ def sequence() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
 
 
-def test_names_stay_and_foreign_layers_hold_nothing() -> None:
+def test_names_stay_and_remote_layers_hold_nothing() -> None:
     net = sequence()
     names = {name for name, _ in net.named_parameters()}
     split = PipelineSplit("net", LayerSequence(net), (1, 3), (1,), rank_of_stage=(0, 1), ties=())
-    assert split.foreign_names() == {"net.0.weight", "net.0.bias"}
+    assert split.remote_names() == {"net.0.weight", "net.0.bias"}
     split.cut()
     assert {name for name, _ in net.named_parameters()} == {n for n in names if n[0] != "0"}
-    assert split.foreign_names() == {"net.0.weight", "net.0.bias"}
+    assert split.remote_names() == {"net.0.weight", "net.0.bias"}
     with pytest.raises(ValueError, match="Layer '0' lives on stage 0"):
         net(torch.ones(1, 2))
 
@@ -56,7 +56,7 @@ def test_a_whole_state_can_be_loaded_and_names_are_checked() -> None:
             other.load_state_dict(doubled)
 
 
-def test_a_foreign_layer_lists_the_shared_parameters_of_which_there_is_a_copy() -> None:
+def test_a_remote_layer_lists_the_shared_parameters_of_which_there_is_a_copy() -> None:
     net = sequence()
     net[3].weight = net[0].weight
     cut(net, [2, 2], [1])
@@ -71,7 +71,7 @@ def test_a_foreign_layer_lists_the_shared_parameters_of_which_there_is_a_copy() 
 def test_a_weight_that_a_hook_computes_can_be_cut() -> None:
     net = nn.Sequential(*(nn.utils.weight_norm(nn.Linear(2, 2)) for _ in range(2)))
     cut(net, [1, 1], [0])
-    (layer,) = (part for part in net if isinstance(part, ForeignLayer))
+    (layer,) = (part for part in net if isinstance(part, RemoteLayer))
     assert layer.skeleton.weight.is_meta
     assert net[0](torch.ones(1, 2)).requires_grad
 
@@ -96,7 +96,7 @@ def test_the_whole_structure_can_be_seen_for_a_while() -> None:
     with whole(net, torch.device("cpu")):
         assert {p.device.type for p in net.parameters()} == {"cpu"}
     assert is_cut(net)
-    assert isinstance(net[3], ForeignLayer)
+    assert isinstance(net[3], RemoteLayer)
 
 
 def stepped(net: nn.Module) -> torch.optim.Optimizer:
@@ -146,16 +146,16 @@ def test_an_optimizer_of_strange_parameters_is_refused() -> None:
         name_groups(stranger, sequence())
 
 
-def test_a_foreign_layer_imitates_what_it_computes_in() -> None:
+def test_a_remote_layer_imitates_what_it_computes_in() -> None:
     sequence = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2))
     cut(sequence, (1, 1), [1])
-    foreign = sequence[0]
-    assert isinstance(foreign, ForeignLayer)
+    remote = sequence[0]
+    assert isinstance(remote, RemoteLayer)
     tokens = torch.zeros(3, dtype=torch.int64, device="meta")
-    assert foreign.imitation()(tokens).dtype == torch.float32
-    foreign.compute_dtypes = {"weight": torch.bfloat16}
-    assert foreign.imitation()(tokens).dtype == torch.bfloat16
-    assert foreign.skeleton.weight.dtype == torch.float32
+    assert remote.meta_copy()(tokens).dtype == torch.float32
+    remote.compute_dtypes = {"weight": torch.bfloat16}
+    assert remote.meta_copy()(tokens).dtype == torch.bfloat16
+    assert remote.skeleton.weight.dtype == torch.float32
 
 
 class Watcher(nn.Module):
@@ -189,7 +189,7 @@ def test_one_activation_may_stand_at_several_places() -> None:
     assert len(LayerSequence(model)) == 4
     assert torch.equal(layers_of(LayerSequence(model), (4,), 0)(x), model(x))
     cut(model, (2, 2), (1,))
-    assert [isinstance(layer, ForeignLayer) for layer in model] == [True, True, False, False]
+    assert [isinstance(layer, RemoteLayer) for layer in model] == [True, True, False, False]
 
 
 def test_a_layer_that_cannot_be_copied_is_named() -> None:

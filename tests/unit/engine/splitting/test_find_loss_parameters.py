@@ -83,7 +83,7 @@ class OfSteps(User):
 def test_a_named_module_need_not_hold_them() -> None:
     user = OfSteps()
     _, layers = find_layers(user, "net")
-    assert layers.of_loss.names == trainable_outside(user, "net").keys()
+    assert layers.loss_parameters.names == trainable_outside(user, "net").keys()
     refuse_cuts(layers, "net", ["net.0.weight"])
     with pytest.raises(
         ValueError, match=r"Leave \['head.weight'\] out of the tensor-parallel plan"

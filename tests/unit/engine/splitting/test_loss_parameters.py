@@ -34,12 +34,12 @@ def cut_on(stage: int) -> tuple[User, Layers, LossParameters]:
     _, layers = find_layers(user, "net")
     cut(layers, (3, 1), (stage,))
     layers.attach(CPU)
-    return user, layers, layers.of_loss
+    return user, layers, layers.loss_parameters
 
 
 def test_only_the_last_stage_keeps_them() -> None:
     user, layers, first = cut_on(0)
-    assert first.names == first.foreign_names == NAMES
+    assert first.names == first.remote_names == NAMES
     assert not first.parameters()
     assert {n for n, _ in user.named_parameters() if "net" not in n} == {
         "frozen.weight",
@@ -52,7 +52,7 @@ def test_only_the_last_stage_keeps_them() -> None:
     assert not any("loss" in n for n, _ in layers_of(layers, (3, 1), 0).named_parameters())
 
     user, layers, last = cut_on(1)
-    assert (last.names, last.foreign_names) == (NAMES, set())
+    assert (last.names, last.remote_names) == (NAMES, set())
     stage = dict(layers_of(layers, (3, 1), 1).named_parameters())
     assert stage["beside/head/weight"] is user.head.weight
     assert stage["beside/scale"] is user.scale
@@ -66,11 +66,11 @@ def test_a_whole_state_is_loaded_and_a_later_run_finds_the_same() -> None:
     state = User().state_dict()
     assert user.load_state_dict(state) == ([], [])
     path, again = find_layers(user, "auto")
-    assert (path, again.of_loss) == ("net", first)
+    assert (path, again.loss_parameters) == ("net", first)
     cut(again, (3, 1), (0,))
     user, _, last = cut_on(1)
     _, again = find_layers(user, "auto")
-    assert again.of_loss is last
+    assert again.loss_parameters is last
     assert copy.deepcopy(user).head.weight is not user.head.weight
 
 

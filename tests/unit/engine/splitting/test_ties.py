@@ -78,10 +78,10 @@ def test_a_stage_has_its_own_name_of_a_tied_parameter_and_no_other() -> None:
     names = set(net.state_dict())
     own = {"3.weight", "3.bias", "3.extra"}
     split = PipelineSplit("net", layers_in(net), (1, 1, 1, 1), (3,), (0, 1, 2, 3), ties=())
-    assert split.foreign_names() == {f"net.{name}" for name in names - own}
+    assert split.remote_names() == {f"net.{name}" for name in names - own}
     split.cut()
     assert set(net.state_dict()) == own
-    assert split.foreign_names() == {f"net.{name}" for name in names - own}
+    assert split.remote_names() == {f"net.{name}" for name in names - own}
 
 
 def test_new_parameters_are_tied_to_what_other_stages_share() -> None:

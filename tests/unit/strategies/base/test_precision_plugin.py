@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lightning_dist.engine.precision.policy import HalfPrecision
-from lightning_dist.engine.splitting.cut import cut, foreign_layers
-from lightning_dist.engine.splitting.foreign_layer import describe
+from lightning_dist.engine.splitting.cut import cut, remote_layers
+from lightning_dist.engine.splitting.remote_layer import describe
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -24,8 +24,8 @@ class Root(nn.Module):
 
 def dtypes(root: nn.Module) -> list[torch.dtype]:
     """What a parameter of another rank's layer computes in, as a step on this rank sees it."""
-    (found,) = foreign_layers(root)
-    imitated = [p.dtype for p in found[2].imitation().parameters()]
+    (found,) = remote_layers(root)
+    imitated = [p.dtype for p in found[2].meta_copy().parameters()]
     described = [p.dtype for p in describe(found[2], torch.device("cpu")).parameters()]
     assert imitated == described
     return imitated

@@ -16,8 +16,8 @@ from lightning_dist.engine.checkpoint.optimizer_state import name_groups, regrou
 from lightning_dist.engine.comms.links import ChannelEnds
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.rebalance.relocation import LayerExchange
-from lightning_dist.engine.splitting.foreign_layer import ForeignLayer
 from lightning_dist.engine.splitting.layers import LayerSequence
+from lightning_dist.engine.splitting.remote_layer import RemoteLayer
 from tests.helpers.networks.models import make_data, make_layers, make_optimizer
 from tests.helpers.processes.threads import Train, Yielding, run_ranks, shapes_of
 
@@ -91,7 +91,7 @@ def train_moving(cuts: list[tuple[int, ...]], optimizer_name: str, turn: Lock) -
                 update()
             for _ in pipeline.drain():
                 update()
-        assert [isinstance(layer, ForeignLayer) for layer in model] == [
+        assert [isinstance(layer, RemoteLayer) for layer in model] == [
             stage not in pipeline.stages
             for stage, count in enumerate(cuts[-1])
             for _ in range(count)

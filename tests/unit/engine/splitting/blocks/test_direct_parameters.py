@@ -47,7 +47,7 @@ def test_they_are_found_and_belong_to_the_first_stage_or_the_last(model: type[Vi
         assert here == names
         assert all(split.keeps(name) for name in names)
         everywhere = {"model.token", "model.places", "model.scale"}
-        assert split.foreign_names() & everywhere == everywhere - names
+        assert split.remote_names() & everywhere == everywhere - names
         run = layers_of(split.layers, split.layers_per_stage, stage)
         assert {n.rpartition("/")[2] for n, _ in run.named_parameters() if "beside" in n} == {
             name.removeprefix("model.") for name in names
@@ -61,7 +61,7 @@ def test_they_are_found_and_belong_to_the_first_stage_or_the_last(model: type[Vi
         assert user.load_state_dict(state) == ([], [])
         again = find_split(user, PipelineConfig("1f1b", layers="auto"), 2, stage)
         again.cut()
-        assert again.foreign_names() == split.foreign_names()
+        assert again.remote_names() == split.remote_names()
         for name in names:
             assert torch.equal(user.get_parameter(name), state[name])
         copied = copy.deepcopy(user)

@@ -100,8 +100,8 @@ def test_a_split_knows_which_names_are_whose() -> None:
     assert split.is_in_a_layer("model.head")
     assert not split.is_in_a_layer("model.body.blocks")
     split.cut()
-    assert split.foreign_names() >= {"model.head.bias", "model.body.blocks.4.linear.weight"}
-    assert not any(name.startswith("model.body.embed") for name in split.foreign_names())
+    assert split.remote_names() >= {"model.head.bias", "model.body.blocks.4.linear.weight"}
+    assert not any(name.startswith("model.body.embed") for name in split.remote_names())
 
 
 def test_a_partition_counts_blocks_and_their_company() -> None:
@@ -124,7 +124,7 @@ def test_a_sequence_that_holds_a_model_is_still_a_sequence() -> None:
 def test_a_head_of_the_steps_is_beside_the_model(model: nn.Module, layers: str, path: str) -> None:
     found, blocks = find_layers(Holder(model, head=nn.Linear(3, 3)), layers)
     assert (found, len(blocks)) == (path, len(GROUPS))
-    assert blocks.of_loss.names == {"head.weight", "head.bias"}
+    assert blocks.loss_parameters.names == {"head.weight", "head.bias"}
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,14 @@ def test_the_model_may_be_the_users_module() -> None:
         split = find_split(user, config, 2, 0, by_forwards=True)
         assert (split.path, len(split.layers)) == ("", 5)
         beside = {"temperature", "teacher.weight", "teacher.bias"}
-        assert split.layers.of_loss.names == beside
+        assert split.layers.loss_parameters.names == beside
         assert split.is_beside("teacher")
         assert not split.is_beside("blocks.0")
         split.cut()
-        assert split.foreign_names() >= {*beside, "scale", "norm.weight", "blocks.4.linear1.weight"}
+        assert split.remote_names() >= {*beside, "scale", "norm.weight", "blocks.4.linear1.weight"}
         assert {"token", "places"} < {name for name, _ in user.named_parameters()}
         again = find_split(user, config, 2, 0, by_forwards=True)
-        assert again.layers.of_loss.names == beside
+        assert again.layers.loss_parameters.names == beside
         again.cut()
 
 
@@ -125,7 +125,7 @@ def test_unseen_uses_are_errors() -> None:
         largest_difference(Left(), batches(), loss_of, config)
 
     split = find_split(Hidden(), PipelineConfig("1f1b", layers="blocks"), 2, 0)
-    assert "places" in split.layers.of_loss.names
+    assert "places" in split.layers.loss_parameters.names
     split.cut()
     split.layers.attach(torch.device("cpu"))
     stage = layers_of(split.layers, split.layers_per_stage, 0)

@@ -204,7 +204,7 @@ def test_a_named_sequence_whose_holder_only_stores_it_is_cut_alone() -> None:
     user = User(nn.ModuleDict({"net": Called().blocks, "head": nn.Linear(2, 2)}))
     path, layers = find_layers(user, "model.net")
     assert path == "model.net"
-    assert layers.of_loss.names == {"model.head.weight", "model.head.bias"}
+    assert layers.loss_parameters.names == {"model.head.weight", "model.head.bias"}
 
 
 def test_hooks_of_a_sequence_run() -> None:

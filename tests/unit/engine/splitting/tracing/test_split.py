@@ -65,7 +65,7 @@ def test_a_rank_keeps_its_layers_and_what_is_in_none() -> None:
     ]
     split.cut()
     assert set(module.state_dict()) == own | outside
-    assert split.foreign_names() == whole - own - outside
+    assert split.remote_names() == whole - own - outside
     assert all(split.is_stored_here(name) for name in own | outside)
     first = find(Small(), partition=[2, 1])
     first.cut()
@@ -134,16 +134,16 @@ def test_what_steps_use_behind_a_trace_is_the_last_stages(width: int, layers: st
     module = Outside(width)
     split = find(module, rank=0, layers=layers)
     assert split.path == "net"
-    assert split.layers.of_loss.names == {"scale.weight", "scale.bias"}
+    assert split.layers.loss_parameters.names == {"scale.weight", "scale.bias"}
     assert split.stage_of("scale.weight") == 1
     whole = set(module.state_dict())
     split.cut()
-    assert whole - set(module.state_dict()) == split.foreign_names()
-    assert split.foreign_names() >= {"scale.weight", "scale.bias"}
+    assert whole - set(module.state_dict()) == split.remote_names()
+    assert split.remote_names() >= {"scale.weight", "scale.bias"}
     with split.whole():
         assert set(module.state_dict()) == whole
     again = find(module, rank=0, layers=layers)
-    assert again.layers.of_loss is split.layers.of_loss
+    assert again.layers.loss_parameters is split.layers.loss_parameters
 
 
 @pytest.mark.parametrize(

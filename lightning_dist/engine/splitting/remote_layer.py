@@ -33,7 +33,7 @@ _RETURN_IT = (
 )
 
 
-class ForeignLayer(nn.Module):
+class RemoteLayer(nn.Module):
     """Stands for a layer of another rank.
 
     Args:
@@ -47,12 +47,12 @@ class ForeignLayer(nn.Module):
             :func:`.describe` while a pipeline runs, else the skeleton.
         compute_dtypes: The dtypes in which parameters of the skeleton compute on their own rank, by
             name; a parameter without an entry computes in its own dtype.
-        is_in_sight: Whether walks through the modules include the description.
+        is_listed: Whether walks through the modules list the description's.
     """
 
     skeleton: nn.Module
     described: nn.Module
-    is_in_sight = False
+    is_listed = False
 
     def __init__(self, skeleton: nn.Module, name: str, stage_index: int) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ class ForeignLayer(nn.Module):
         self.compute_dtypes: dict[str, torch.dtype] = {}
         vars(self)["skeleton"] = skeleton  # no submodule
         self.register_load_state_dict_pre_hook(_leave_to_its_rank)  # type: ignore[no-untyped-call]
-        self.answer_by(skeleton)
+        self.set_description(skeleton)
 
-    def imitation(self) -> nn.Module:
+    def meta_copy(self) -> nn.Module:
         """Returns a module that computes outputs like the layer's, on the meta device."""
         # For a shared parameter the skeleton has this rank's copy, with values, or a shard.
         stand_ins: dict[int, Tensor] = {}
@@ -73,8 +73,8 @@ class ForeignLayer(nn.Module):
             stand_ins[id(p)] = nn.Parameter(empty, requires_grad=False)
         return skeleton_of(self.skeleton, stand_ins)
 
-    def answer_by(self, description: nn.Module) -> None:
-        """Sets what supplies attributes of the layer."""
+    def set_description(self, description: nn.Module) -> None:
+        """Sets the module that supplies attributes of the layer."""
         vars(self)["described"] = description
 
     def __getattr__(self, name: str) -> Any:
@@ -95,12 +95,12 @@ class ForeignLayer(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Lists the modules of the layer's description while it is in sight; else none.
+        """Lists the modules of the layer's description while it is listed; else none.
 
         ``parameters()``, ``modules()`` and ``buffers()`` of modules around the layer call this.
         """
         walk = super().named_modules
-        if self.is_in_sight:
+        if self.is_listed:
             walk = self.described.named_modules
         yield from walk(memo, prefix, remove_duplicate)
 
@@ -111,7 +111,7 @@ class ForeignLayer(nn.Module):
 
         Freezing this layer so freezes the copy. Modules around the layer list others.
         """
-        if self.is_in_sight:
+        if self.is_listed:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         for name, parameter in self.skeleton.named_parameters(prefix, recurse, remove_duplicate):
@@ -134,7 +134,7 @@ def _leave_to_its_rank(layer: nn.Module, state: dict[str, Any], prefix: str, *_:
         del state[name]
 
 
-def describe(layer: ForeignLayer, device: torch.device) -> nn.Module:
+def describe(layer: RemoteLayer, device: torch.device) -> nn.Module:
     """Creates the description of another rank's layer; a read of a value raises `ValueError`."""
     skeleton = layer.skeleton
     stand_ins: dict[int, Tensor] = {}
@@ -163,7 +163,7 @@ def _is_data(part: nn.Module, name: str) -> bool:
         return False
 
 
-def _reason(layer: ForeignLayer, name: str, fix: str) -> str:
+def _reason(layer: RemoteLayer, name: str, fix: str) -> str:
     return (
         f"The value of {name!r} of layer {layer.name!r} was asked for, but that layer lives on"
         f" stage {layer.stage_index}, not on this rank. {fix}"

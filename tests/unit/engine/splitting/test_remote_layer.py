@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.config import PipelineConfig
-from lightning_dist.engine.splitting.cut import cut, foreign_layers
-from lightning_dist.engine.splitting.foreign_layer import describe
+from lightning_dist.engine.splitting.cut import cut, remote_layers
 from lightning_dist.engine.splitting.layers import LayerSequence
+from lightning_dist.engine.splitting.remote_layer import describe
 from tests.helpers.block_parity import largest_difference
 
 WEIGHT, TOTAL = r"'inner.weight' of layer '\d'", r"'total' of layer '\d'"
@@ -102,6 +102,6 @@ def test_beside_a_step_a_module_shows_what_this_rank_has() -> None:
 def test_says_what_the_layer_computes_in() -> None:
     model = build()
     cut(model, [3, 1], [1])
-    layer = foreign_layers(model)[0][2]
+    layer = remote_layers(model)[0][2]
     layer.compute_dtypes = {n: torch.bfloat16 for n, _ in layer.skeleton.named_parameters()}
     assert {p.dtype for p in describe(layer, CPU).parameters()} == {torch.bfloat16}
