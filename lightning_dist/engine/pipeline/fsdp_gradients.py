@@ -85,7 +85,7 @@ class ParamGradAccumulator(HeldGradients):
 
     @override
     @contextmanager
-    def parting(self, parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+    def input_backward(self, parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         with self._part():
             yield dict(self._parameters())  # FSDP2 uses the hooks of the parameters themselves
 

@@ -121,10 +121,14 @@ class HeldGradients:
         self._keep(parameters, before, found[count:], [*gradients, *of_inputs], update)
         return of_inputs
 
-    def parting(
+    def input_backward(
         self, parameters: Mapping[str, Tensor]
     ) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Wraps the inputs' part of a backward; yields the leaves of its graph."""
+        """Returns a context manager for a backward to the inputs alone.
+
+        Yields:
+            The leaves of its graph.
+        """
         return nullcontext(parameters)
 
     @contextmanager

@@ -66,7 +66,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class WeighedGradients:
+class WeightedGradients:
     """The message from a stage to the stage before."""
 
     gradients: list[Tensor | None]  # one for each received tensor that requires grad
@@ -98,8 +98,8 @@ class Runtime:
         self._on_complete = on_complete
         self._received: dict[Place, Any] = {}
         self._results: dict[Place, Any] = {}
-        self._gradients_in: dict[Place, WeighedGradients] = {}
-        self._gradients_out: dict[Place, WeighedGradients] = {}
+        self._gradients_in: dict[Place, WeightedGradients] = {}
+        self._gradients_out: dict[Place, WeightedGradients] = {}
         # The first activation of a batch, by the stage before its boundary. Users freeze and thaw
         # layers between batches, and only the sending stage sees it.
         self._first: dict[int, tuple[TensorInfo, ...]] = {}
@@ -207,7 +207,7 @@ class Runtime:
         weight = share if loss.weight is None else loss.weight
         roots = stage.set_loss(index, loss.value, weight * work.loss_scale)
         given = None if loss.weight is None else torch.tensor(loss.weight, dtype=torch.float64)
-        self._take_gradients(place, WeighedGradients(roots, given))
+        self._take_gradients(place, WeightedGradients(roots, given))
 
     def _send_activation(self, place: Place, work: Work | None) -> None:
         stage, index = place
@@ -251,7 +251,7 @@ class Runtime:
         received = self._links.incoming[stage + 1, stage].receive(tag=tag, key=key)
         self._take_gradients(place, received)
 
-    def _take_gradients(self, place: Place, gradients: WeighedGradients) -> None:
+    def _take_gradients(self, place: Place, gradients: WeightedGradients) -> None:
         self._loss_weights.note(self._update_of(place[1]), place[1], gradients.weight)
         self._gradients_in[place] = gradients
 
@@ -267,7 +267,7 @@ class Runtime:
         found = self._stages[stage].backward_input(index, given.gradients)
         self._keep_gradients(place, replace(given, gradients=found))
 
-    def _keep_gradients(self, place: Place, gradients: WeighedGradients) -> None:
+    def _keep_gradients(self, place: Place, gradients: WeightedGradients) -> None:
         if not self._stages[place[0]].is_first:
             self._gradients_out[place] = gradients
 

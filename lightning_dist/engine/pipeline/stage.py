@@ -233,7 +233,7 @@ class Stage:
             if looks and not self.is_last:
                 check_no_side_losses(self.layers, self._place.index, output)
             self._has_looked |= has_backward
-            output = map_tensors(_cut_from_graph, output) if self._recomputes else output
+            output = map_tensors(_detached, output) if self._recomputes else output
             return output
 
         def in_step() -> Any:
@@ -285,7 +285,7 @@ class Stage:
         flight = self.in_flight[index]
         assert flight.weights.index == self.policy.num_steps, "only synchronous schedules do that"
         outputs, gradients = self._roots(flight, flight.weights, gradients)
-        with self.gradients.parting(self._trainable(flight.weights)) as trainable:
+        with self.gradients.input_backward(self._trainable(flight.weights)) as trainable:
             split = SplitBackward(outputs, gradients, flight.inputs, trainable)
             self._split_backwards[index] = split
             return self._swapped.run(flight.weights, split.run_inputs)
@@ -343,9 +343,9 @@ class Stage:
         # On copies of the buffers, so that running statistics count each micro-batch once.
         buffers = {name: b.detach().clone() for name, b in self.layers.named_buffers()}
         with torch.enable_grad():
-            lent = WeightVersion(weights.index, {**weights.aliases, **buffers})
+            swapped = WeightVersion(weights.index, {**weights.aliases, **buffers})
             output = self._swapped.run(
-                lent, lambda: self._run_layers(flight.layer_input, flight.seed)
+                swapped, lambda: self._run_layers(flight.layer_input, flight.seed)
             )
             return _differentiable(output)
 
@@ -360,7 +360,7 @@ def _differentiable(tree: Any) -> list[Tensor]:
     return [t for t in tensors_in(tree) if t.requires_grad]
 
 
-def _cut_from_graph(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor) -> Tensor:
     """Returns a leaf with the same memory."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 

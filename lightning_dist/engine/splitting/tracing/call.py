@@ -27,8 +27,8 @@ _RECURRENT = (
 )
 
 
-class Form(NamedTuple):
-    """What graphs differ by that a call decides.
+class CallKey(NamedTuple):
+    """The key by which a call's graph is chosen.
 
     Attributes:
         left_out: The paths of the leaves that are None.
@@ -68,13 +68,13 @@ class Call:
         return sizes[0] if sizes else None
 
     @property
-    def form(self) -> Form:
-        """The form of the call, under the present autocast."""
+    def key(self) -> CallKey:
+        """The key of the call, under the present autocast."""
         tensors = {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, Tensor)}
         sizes = ((n, dim, size) for n, t in tensors.items() for dim, size in enumerate(t.shape))
         device = next(t.device.type for t in tensors.values())
         is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        return Form(
+        return CallKey(
             left_out=tuple(name for name, leaf in self.leaves.items() if leaf is None),
             small_sizes=tuple((name, dim, size) for name, dim, size in sizes if size < 2),
             autocast=torch.get_autocast_dtype(device) if is_on else None,

@@ -33,7 +33,7 @@ _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.defaul
 _STATISTICS = ("running_mean", "running_var")
 
 
-class Together(NamedTuple):
+class UncuttableSpan(NamedTuple):
     """Operations, from a first to a last position, that must stay in one layer."""
 
     first: int
@@ -82,22 +82,22 @@ class TraceGraph:
         memory = {m for node in self.body for m in written_by(node)}
         return {name for node, name in names.items() if memory & memory_of(node)}
 
-    def together(self) -> list[Together]:
+    def uncuttable(self) -> list[UncuttableSpan]:
         """Lists the operations that must stay in one layer."""
         return [*self._used_twice(), *self._written()]
 
-    def _used_twice(self) -> list[Together]:
+    def _used_twice(self) -> list[UncuttableSpan]:
         uses: dict[str, list[int]] = {}
         for position, node in enumerate(self.body):
             for name in self.parameters_of(node):
                 uses.setdefault(name, []).append(position)
         return [
-            Together(at[0], at[-1], f"the parameter {name!r} is used more than once")
+            UncuttableSpan(at[0], at[-1], f"the parameter {name!r} is used more than once")
             for name, at in uses.items()
             if len(at) > 1
         ]
 
-    def _written(self) -> list[Together]:
+    def _written(self) -> list[UncuttableSpan]:
         """Lists the operations on written memory, from its creation to its last write."""
         # After it a value may be copied. A buffer may not, so there the last use counts.
         first: dict[int, int] = {m: 0 for node in self.inputs for m in memory_of(node)}
@@ -112,7 +112,7 @@ class TraceGraph:
                 uses[memory] = position
             last |= dict.fromkeys(written_by(node), (position, node))
         return [
-            Together(
+            UncuttableSpan(
                 first.get(memory, 0),
                 uses[memory] if memory in kept else position,
                 f"{kept.get(memory, 'a value')} is written to in place{_line_of(node)}",
@@ -196,9 +196,9 @@ def find_starts(
         if found and owners and is_new:
             starts.append(position)
         owners = found or owners
-    together = graph.together()
-    reasons = dict.fromkeys(t.reason for t in together if any(map(t.spans, starts)))
-    kept = [start for start in starts if not any(t.spans(start) for t in together)]
+    uncuttable = graph.uncuttable()
+    reasons = dict.fromkeys(t.reason for t in uncuttable if any(map(t.spans, starts)))
+    kept = [start for start in starts if not any(t.spans(start) for t in uncuttable)]
     return kept, list(reasons)
 
 
@@ -226,7 +226,7 @@ def assign_starts(graph: TraceGraph, homes: Mapping[str, int], num_layers: int) 
             starts += [position] * (home - layer)
             layer = home
     starts += [len(graph.body)] * (num_layers - len(starts))
-    for t in graph.together():
+    for t in graph.uncuttable():
         if any(map(t.spans, starts[1:])):
             raise ValueError(
                 f"In this mode {t.reason}, across layers that are apart in training. Write out of"

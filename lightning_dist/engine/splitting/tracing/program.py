@@ -6,7 +6,7 @@ other graph is traced when it is first needed, on a kept structure without value
 parameters of the layers. All ranks do so alike, for each has all parts of the module, if not all
 tensors.
 
-A graph is for one form of calls: which arguments are None (a prediction has no targets), which
+A graph is for calls of one key: which arguments are None (a prediction has no targets), which
 sizes are 0 or 1, for there torch takes sizes for constants, and the autocast. And it is for what
 the forward has read while it was traced: modes of parts (frozen norms, say), the rate of a dropout,
 a value of a configuration. :mod:`.tracing.reads` compares it.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_dist.engine.splitting.tracing.call import Call, CallCheck, Form, bind, example_of
+from lightning_dist.engine.splitting.tracing.call import Call, CallCheck, CallKey, bind, example_of
 from lightning_dist.engine.splitting.tracing.export import export
 from lightning_dist.engine.splitting.tracing.graph import (
     TraceGraph,
@@ -41,9 +41,9 @@ from lightning_dist.engine.splitting.tracing.reads import (
     Place,
     Structure,
     changed_names,
-    differing,
-    noted_grad_mode,
-    noted_reads,
+    changed_places,
+    recorded_grad_mode,
+    recorded_reads,
 )
 from lightning_dist.engine.splitting.tracing.segment import Segment, cut_graph
 from lightning_dist.engine.tensors.patch import TracedHook, hooks_of
@@ -56,18 +56,18 @@ _MAX_GRAPHS = 8  # enough unless a number changes at each step
 class _Trace:
     """A graph and the calls that it is for."""
 
-    form: Form
+    key: CallKey
     has_grad: bool | None  # if the forward has asked for it
     values: Mapping[Place, Held]  # what the forward has read
     check: CallCheck
     graph: TraceGraph
 
-    def fits(self, form: Form, parts: Parts) -> bool:
-        """Returns whether the graph is for calls of a form, at present."""
+    def fits(self, key: CallKey, parts: Parts) -> bool:
+        """Returns whether the graph is for calls with a key, at present."""
         return (
-            form == self.form
+            key == self.key
             and self.has_grad in (None, torch.is_grad_enabled())
-            and not any(True for _ in differing(self.values, parts))
+            and not any(True for _ in changed_places(self.values, parts))
         )
 
 
@@ -104,18 +104,18 @@ class TraceProgram:
         self._structure = Structure(module)
         self._signature = inspect.signature(module.forward)
         example = _without_graph(example_of(self._signature, bind(self._signature, args, kwargs)))
-        self._form = example.form._replace(autocast=None)
-        self._examples = {self._form: example}
+        self._key = example.key._replace(autocast=None)
+        self._examples = {self._key: example}
         self.canonical = _first_names(module)
         self._segments: dict[_Trace, list[Segment]] = {}  # the first is the one not used longest
         self._structure.module.train()
-        in_training = in_evaluation = self._trace(self._form, has_grad=True)
+        in_training = in_evaluation = self._trace(self._key, has_grad=True)
         self._structure.module.eval()
-        if any(True for _ in differing(in_training.values, self._structure.parts)):
-            in_evaluation = self._trace(self._form, has_grad=True)
+        if any(True for _ in changed_places(in_training.values, self._structure.parts)):
+            in_evaluation = self._trace(self._key, has_grad=True)
         self._find_layers(in_training, in_evaluation)
         with torch.enable_grad():
-            self._current = self._trace_for(self._form, parts)
+            self._current = self._trace_for(self._key, parts)
 
     def __deepcopy__(self, memo: object) -> TraceProgram:
         """Returns itself: a copy of a layer, for its shapes, needs no other graphs."""
@@ -174,7 +174,7 @@ class TraceProgram:
         apart = [name for name, layers in users.items() if name in written and len(layers) > 1]
         return (apart[0], min(users[apart[0]]), max(users[apart[0]])) if apart else None
 
-    def _trace(self, form: Form, *, has_grad: bool) -> _Trace:
+    def _trace(self, key: CallKey, *, has_grad: bool) -> _Trace:
         """Traces the structure as it is."""
         structure = self._structure.made_on(_TRACED_ON)
         if self.casts is not None:
@@ -183,9 +183,9 @@ class TraceProgram:
         changed: list[str] = []
         # In the trace, for torch puts back what it finds changed behind it.
         structure.register_forward_hook(lambda *_: changed.extend(changed_names(own, copied)))
-        example = self._examples[form]
-        with noted_reads(structure) as reads, noted_grad_mode() as answers:
-            program = export(structure, example, has_grad=has_grad, autocast=form.autocast)
+        example = self._examples[key]
+        with recorded_reads(structure) as reads, recorded_grad_mode() as answers:
+            program = export(structure, example, has_grad=has_grad, autocast=key.autocast)
         if changed:
             raise ValueError(
                 f"The forward assigns {changed}, which a graph does not do. Assign such values"
@@ -199,27 +199,27 @@ class TraceProgram:
                 " register them as buffers, by `register_buffer`."
             )
         return _Trace(
-            form=form,
+            key=key,
             has_grad=has_grad if answers else None,
             values=self._structure.values_at(reads),
             check=CallCheck(program, example),
             graph=graph,
         )
 
-    def _trace_for(self, form: Form, parts: Parts) -> _Trace:
-        """Returns the graph for calls of a form, with what the module's parts have at present."""
+    def _trace_for(self, key: CallKey, parts: Parts) -> _Trace:
+        """Returns the graph for calls with a key, with what the module's parts have at present."""
         for trace in [*self._segments][::-1]:
-            if trace.fits(form, parts):
+            if trace.fits(key, parts):
                 self._segments[trace] = self._segments.pop(trace)
                 return trace
         known = {place for trace in self._segments for place in trace.values}
         has_grad = torch.is_grad_enabled()
         with torch.inference_mode(False):
-            stale = [*differing(self._structure.values_at(known), parts)]
+            stale = [*changed_places(self._structure.values_at(known), parts)]
             while True:
                 self._structure.follow(stale, parts)
-                trace = self._trace(form, has_grad=has_grad)
-                stale = [*differing(trace.values, parts)]
+                trace = self._trace(key, has_grad=has_grad)
+                stale = [*changed_places(trace.values, parts)]
                 if not stale:
                     break
         while len(self._segments) >= _MAX_GRAPHS:
@@ -254,13 +254,13 @@ class TraceProgram:
         _refuse_hooks(parts)  # of a callback, say
         self._structure.check(parts)
         call = bind(self._signature, args, kwargs)
-        form = call.form
+        key = call.key
         # Without a graph to differentiate, a step may leave arguments out: the targets, say.
-        if torch.is_grad_enabled() and form.left_out != self._form.left_out:
-            form = self._form
-        if form not in self._examples:
-            self._examples[form] = _without_graph(call)
-        self._current = self._trace_for(form, parts)
+        if torch.is_grad_enabled() and key.left_out != self._key.left_out:
+            key = self._key
+        if key not in self._examples:
+            self._examples[key] = _without_graph(call)
+        self._current = self._trace_for(key, parts)
         return self._current.check.check(call)
 
     def same_graph(self) -> Callable[[], None]:

@@ -60,7 +60,7 @@ def held_at(parts: Parts, place: Place) -> Held:
 
 
 @contextmanager
-def noted_reads(module: nn.Module) -> Iterator[set[Place]]:
+def recorded_reads(module: nn.Module) -> Iterator[set[Place]]:
     """Returns a context manager that notes the places that a module's forward reads.
 
     Yields:
@@ -112,7 +112,7 @@ def noted_reads(module: nn.Module) -> Iterator[set[Place]]:
 
 
 @contextmanager
-def noted_grad_mode() -> Iterator[list[bool]]:
+def recorded_grad_mode() -> Iterator[list[bool]]:
     """Returns a context manager that notes whether the user's code asks for the grad mode.
 
     Yields:
@@ -140,7 +140,7 @@ def changed_names(before: Parts, after: Parts) -> list[str]:
     for path, part in before.items():
         for name in sorted((vars(part).keys() | vars(after[path]).keys()) - _OF_TORCH):
             held, now = (held_at(parts, (path, name)) for parts in (before, after))
-            if not alike(held, now, tensors=False):
+            if not equal_state(held, now, tensors=False):
                 names.setdefault(id(now[0] if now else held[0]), _changed(path, name, held, now))
     return sorted(name for listed in names.values() for name in listed)
 
@@ -148,25 +148,25 @@ def changed_names(before: Parts, after: Parts) -> list[str]:
 def _changed(path: str, name: str, held: Held, now: Held) -> list[str]:
     own = [vars(value) for value in (*held, *now) if hasattr(value, "__dict__")]
     inner = own[0].keys() | own[1].keys() if len(own) == 2 else ()
-    changed = [key for key in inner if not alike(*(values.get(key) for values in own))]
+    changed = [key for key in inner if not equal_state(*(values.get(key) for values in own))]
     return [dotted(path, name, key) for key in changed] or [dotted(path, name)]
 
 
-def differing(values: Mapping[Place, Held], parts: Parts) -> Iterator[Place]:
+def changed_places(values: Mapping[Place, Held], parts: Parts) -> Iterator[Place]:
     """Yields the places at which parts have other values than those given."""
     for place, held in values.items():
         now = held_at(parts, place)
         if held and now and held[0] is now[0]:  # mostly, and this runs at each call
             continue
-        if len(held) != len(now) or not all(map(alike, held, now)):
+        if len(held) != len(now) or not all(map(equal_state, held, now)):
             yield place
 
 
-def alike(kept: Any, now: Any, *, tensors: bool = True) -> bool:
+def equal_state(kept: Any, now: Any, *, tensors: bool = True) -> bool:
     """Compares a value with one that was copied from it, or from an earlier state of it.
 
     Objects of any class are compared as they are copied, by their state. Parameters, buffers and
-    modules are alike: a graph gets the ones, and the others' attributes are compared by themselves.
+    modules are equal: a graph gets the ones, and the others' attributes are compared by themselves.
 
     Args:
         kept: The copy, its parameters and buffers on the meta device.
@@ -284,7 +284,7 @@ class Structure:
                     own[name] = copy.deepcopy(present[name], copies)
                 except Exception as error:
                     reason = f"it cannot be copied: {error}"
-            if reason or not alike(held_at(self.parts, place), held_at(parts, place)):
+            if reason or not equal_state(held_at(self.parts, place), held_at(parts, place)):
                 kind = type(present.get(name)).__name__
                 raise ValueError(
                     f"The forward reads `{dotted(*place)}`, a {kind}, which graphs cannot follow:"

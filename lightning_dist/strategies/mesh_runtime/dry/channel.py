@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_dist.engine.comms.channel import Receiver, Sender
 from lightning_dist.engine.comms.connect import wire
 from lightning_dist.engine.comms.links import Links
-from lightning_dist.engine.pipeline.runtime import WeighedGradients
+from lightning_dist.engine.pipeline.runtime import WeightedGradients
 from lightning_dist.engine.tensors.tree import flatten, tensors_in, unflatten
 
 
@@ -50,7 +50,7 @@ class DryMessage:
         """Returns the message that would come back for this one."""
         made = [_made(form) for form in self.tensors]
         wanted = [tensor.detach() for tensor in made if tensor.requires_grad]
-        return DryMessage.of(WeighedGradients([*wanted]))
+        return DryMessage.of(WeightedGradients([*wanted]))
 
 
 def _has_gradient(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.comms.channel import MemoryChannel
-from lightning_dist.engine.pipeline.runtime import WeighedGradients
+from lightning_dist.engine.pipeline.runtime import WeightedGradients
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.schedules.rounds import Rounds
 from lightning_dist.engine.tensors.tree import tensors_in
@@ -184,7 +184,7 @@ def test_no_gradients_travel_to_where_nothing_is_trained(
     send = MemoryChannel.send
 
     def counted(channel: MemoryChannel, tree: Any, **options: Any) -> None:
-        if isinstance(tree, WeighedGradients):
+        if isinstance(tree, WeightedGradients):
             sent.append(len(tensors_in(tree)))
         send(channel, tree, **options)
 

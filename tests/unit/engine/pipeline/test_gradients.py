@@ -89,7 +89,7 @@ def test_what_was_sent_does_not_change_when_more_is_added(
         x = torch.zeros(1, 2, 3, requires_grad=True)
         root, gradient = [module(x)], [torch.full((1, 2, 3), value)]
         if is_parted:
-            with gradients.parting(own) as leaves:
+            with gradients.input_backward(own) as leaves:
                 parted = SplitBackward(root, gradient, [x], leaves)
                 handed += [*gradient, *parted.run_inputs()]
             with gradients.adding(own, parted.given, 0):

@@ -72,7 +72,7 @@ def run_round(stage: Fork, gradients: ParamGradAccumulator) -> None:
     outputs = [stage(x) for x in inputs]
     parts: list[SplitBackward] = []
     for x, y in zip(inputs, outputs, strict=True):
-        with gradients.parting({}) as parameters:
+        with gradients.input_backward({}) as parameters:
             parts.append(SplitBackward([y], [torch.ones_like(y)], [x], parameters))
             assert parts[-1].run_inputs()[0] is not None
     for parted in parts:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist.engine.splitting.tracing import program as trace_program
-from lightning_dist.engine.splitting.tracing.reads import alike
+from lightning_dist.engine.splitting.tracing.reads import equal_state
 from lightning_dist.engine.splitting.tracing.sequence import TracedLayers
 
 
@@ -290,7 +290,7 @@ def test_values_of_any_kind_are_compared() -> None:
             copied = copy.deepcopy(value)
         except TypeError:
             copied = value
-        assert alike(copied, value), value
+        assert equal_state(copied, value), value
     for kept, now in (
         (1, True),
         (1, 1.0),
@@ -307,12 +307,12 @@ def test_values_of_any_kind_are_compared() -> None:
         (torch.float32, torch.float64),
         (None, 0),
     ):
-        assert not alike(kept, now), (kept, now)
+        assert not equal_state(kept, now), (kept, now)
 
 
 def test_a_recurrent_layer_s_references_to_its_weights_are_no_change() -> None:
     weight, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
-    assert alike([None], [weakref.ref(weight)])  # in a copy without values there are none
-    assert alike([weakref.ref(weight)], [weakref.ref(other)])
-    assert not alike([weight], [weakref.ref(weight)])
-    assert not alike([], [weakref.ref(weight)])
+    assert equal_state([None], [weakref.ref(weight)])  # in a copy without values there are none
+    assert equal_state([weakref.ref(weight)], [weakref.ref(other)])
+    assert not equal_state([weight], [weakref.ref(weight)])
+    assert not equal_state([], [weakref.ref(weight)])
