@@ -127,10 +127,10 @@ class MixedPrecision(pl.Callback):
     def _report(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Logs all ranks' measurements, of several batches if the schedule is asynchronous."""
         own, self._own_ranges = self._own_ranges, {}
-        everyone: list[Any] = [own]
+        all_ranges: list[Any] = [own]
         if isinstance(trainer.strategy, Viewable):
-            everyone = gather_objects(own, view_of(trainer).group_of_all(""))
-        self._ranges = merge(everyone)
+            all_ranges = gather_objects(own, view_of(trainer).group_of_all(""))
+        self._ranges = merge(all_ranges)
         for layer, found in self._ranges.items():
             metrics = {
                 f"mixed_precision/overflow_share/{layer}": found.overflow_share,

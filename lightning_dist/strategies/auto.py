@@ -34,7 +34,7 @@ from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.strategies.base import lightning_loaders
 from lightning_dist.strategies.base.distributed import RunArguments
 from lightning_dist.strategies.base.model_checks import check_dense_gradients
-from lightning_dist.strategies.mesh import MeshStrategy, arguments_of
+from lightning_dist.strategies.mesh import MeshStrategy, mesh_arguments
 from lightning_dist.strategies.mesh_runtime.first_call import share_first_batch
 from lightning_dist.strategies.mesh_runtime.kept_sharding import forget_replicas
 from lightning_dist.strategies.mesh_runtime.measuring.costs import (
@@ -150,7 +150,7 @@ class AutoStrategy(MeshStrategy):
         """Puts the ranks on the mesh of the best plan. Collective: every rank must call it."""
         self._ranking = ranking
         layout = ranking.best.layout
-        arguments = arguments_of(layout, find_unused_parameters=self._finds_unused)
+        arguments = mesh_arguments(layout, find_unused_parameters=self._finds_unused)
         self._pipeline_config, self._shard_config = arguments["pipeline"], arguments["shard"]
         self._sizes |= layout.mesh.sizes
         self._mesh = self.mesh_shape(self.world_size)

@@ -30,7 +30,7 @@ from lightning_dist.strategies.mesh_runtime import checks
 from lightning_dist.strategies.mesh_runtime.sharded import ShardedStrategy
 
 
-def arguments_of(layout: Layout, *, find_unused_parameters: bool = False) -> dict[str, Any]:
+def mesh_arguments(layout: Layout, *, find_unused_parameters: bool = False) -> dict[str, Any]:
     """Returns the arguments of :class:`MeshStrategy` for a layout."""
     pipeline = PipelineConfig(layers=layout.layers)
     if layout.mesh.pp > 1:
@@ -106,7 +106,7 @@ class MeshStrategy(MeasuredStages, ShardedStrategy):
             ValueError: The file holds no plan, or an argument is one of the plan's.
         """
         found = plan if isinstance(plan, Plan) else Plan.load(plan)
-        planned = arguments_of(found.layout, find_unused_parameters=find_unused_parameters)
+        planned = mesh_arguments(found.layout, find_unused_parameters=find_unused_parameters)
         if both := sorted(planned.keys() & arguments.keys()):
             raise ValueError(f"The plan has {both} already. Leave them out, or use MeshStrategy().")
         return cls(**planned, **arguments)

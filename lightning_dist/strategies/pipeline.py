@@ -274,7 +274,7 @@ class PipelineStrategy(MeasuredStages, TracesModels, MovableLayers):
     @override
     def evaluate(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         self.guard.stop_if_agreed()
-        arguments = checks.arguments_of_step(args, kwargs)
+        arguments = checks.flatten_arguments(args, kwargs)
         with self.stepping():
             return self.session.runner.evaluate(step, arguments, context)
 

@@ -13,7 +13,7 @@ from lightning_dist.__main__ import main
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.planning.devices import DEVICES, find_device
 from lightning_dist.engine.planning.search.layout import Layout
-from lightning_dist.strategies.mesh import arguments_of
+from lightning_dist.strategies.mesh import mesh_arguments
 from recipes.gpt import GPT
 
 
@@ -144,7 +144,7 @@ def test_a_strategy_from_a_plan() -> None:
         partition=(1, 1, 2, 1),
         recomputes=True,
     )
-    arguments = arguments_of(layout)
+    arguments = mesh_arguments(layout)
     pipeline, shard = arguments["pipeline"], arguments["shard"]
     assert (arguments["pp"], arguments["dp_replicate"], arguments["dp_shard"]) == (2, 1, 2)
     assert (pipeline.schedule, pipeline.num_microbatches) == ("zbv", 4)

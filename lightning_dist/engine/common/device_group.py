@@ -76,9 +76,9 @@ def reduce_tensor(
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Returns the values of all ranks of a gloo group, in their order. Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def gather_tensor(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool) -> Tensor:

@@ -111,12 +111,12 @@ class TopK(ErrorFeedback):
         message = torch.cat([_bytes_of(flat[own]), _bytes_of(own.int())])
         flat[own] = 0.0
         _drop_not_finite(flat)
-        everyones, work = _gather(message, self.group)
+        gathered, work = _gather(message, self.group)
 
         def add_up(_: object) -> Tensor:
             mean = bucket.buffer().zero_()
             num_bytes = own.numel() * mean.element_size()
-            for part in everyones:  # in the same order on each rank
+            for part in gathered:  # in the same order on each rank
                 values, indices = part[:num_bytes], part[num_bytes:]
                 # Parts of a message begin at any byte, elements do not.
                 mean.index_add_(
@@ -148,9 +148,9 @@ class Int8(ErrorFeedback):
             message = _quantised(mean)
             padded[rank] += mean - _restored(message, flat.dtype)
             flat.copy_(_drop_not_finite(padded).view(-1)[: flat.numel()])
-            everyones, work = _gather(message, self.group)
+            gathered, work = _gather(message, self.group)
             _future_of(work).wait()
-            means = _restored(everyones, flat.dtype).view(-1)[: flat.numel()]
+            means = _restored(gathered, flat.dtype).view(-1)[: flat.numel()]
             return bucket.buffer().copy_(means)
 
         return _future_of(work).then(send_mean)

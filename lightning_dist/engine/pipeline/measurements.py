@@ -86,13 +86,13 @@ def gather_measurements(
     own_stages = pipeline.stages
     stages = {s: (own_stages.peak_stash_bytes[s], own_stages.staleness[s]) for s in own_stages}
     spans = {n: PackedSpans(part) for n, part in pipeline.recorder.stretches().items()}
-    everyone = gather_objects((spans, stages), group)
+    gathered = gather_objects((spans, stages), group)
     of_stages: dict[int, tuple[int, tuple[int, ...]]] = {}
-    for rank, (_, by_stage) in enumerate(everyone):
+    for rank, (_, by_stage) in enumerate(gathered):
         of_stages |= {} if mesh.data_index(rank) else by_stage
     in_order = [of_stages[stage] for stage in sorted(of_stages)]
     return Measurements(
-        [stretches for stretches, _ in everyone],
+        [stretches for stretches, _ in gathered],
         tuple(peak_stash_bytes for peak_stash_bytes, _ in in_order),
         tuple(staleness for _, staleness in in_order),
     )

@@ -72,7 +72,9 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
     seconds = []
     for num_bytes in FEW_SIZES:
         value = torch.zeros(num_bytes // 4, device=device)
-        seconds.append(seconds_of(partial(dist.all_reduce, value, group=group), device, SHORT))
+        seconds.append(
+            time_on_slowest_rank(partial(dist.all_reduce, value, group=group), device, SHORT)
+        )
     return fit_ring(algorithm, size, seconds)
 
 
@@ -98,13 +100,13 @@ def _seconds(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> 
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
-    return seconds_of(send, device)
+    return time_on_slowest_rank(send, device)
 
 
-def seconds_of(
+def time_on_slowest_rank(
     run: Callable[[], object], device: torch.device, per_round: float = _SECONDS_PER_ROUND
 ) -> float:
-    """Measures a function. Collective: every rank of the world must call it.
+    """Times a function on the slowest rank. Collective: every rank of the world must call it.
 
     Returns the seconds of one of several runs in a row, on the rank that took longest; each of
     three rounds may take ``per_round`` seconds.

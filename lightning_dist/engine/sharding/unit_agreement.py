@@ -143,16 +143,16 @@ class UnitAgreement:
     def _compare(self, index: int, is_differentiable: bool = False) -> bool:
         own = torch.tensor([index, int(is_differentiable)])
         group = self._groups[self._is_training]
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, own, group=group)
-        found = [int(other[0]) for other in everyone]
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, own, group=group)
+        found = [int(other[0]) for other in gathered]
         if len(set(found)) > 1:
             pairs = zip(dist.get_process_group_ranks(group), found, strict=True)
             where = ", ".join(f"rank {rank} at {self._names[i]!r}" for rank, i in pairs)
             raise ValueError(
                 f"The ranks run different units of the sharded model: {where}. {_ADVICE}"
             )
-        return any(bool(other[1]) for other in everyone)
+        return any(bool(other[1]) for other in gathered)
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def first_call(
         try:
             batch = lightning_loaders.to_step(trainer, read[0], module.device)
             with watch_call(traced) as seen, ahead_of_run(module), casts, in_step, grad:
-                step(*arguments_of(step, batch, read[1]))
+                step(*step_arguments(step, batch, read[1]))
         except Exception as error:
             raise ValueError(
                 f"layers='trace' ran `{name}` on the first batch, ahead of the run, to see what"
@@ -188,7 +188,7 @@ def _optimizers_on_demand(trainer: pl.Trainer, module: pl.LightningModule) -> It
                 strategy.optimizers, strategy.lr_scheduler_configs = [], []
 
 
-def arguments_of(step: Callable[..., Any], batch: Any, num_loaders: int) -> list[Any]:
+def step_arguments(step: Callable[..., Any], batch: Any, num_loaders: int) -> list[Any]:
     """Returns the arguments that Lightning calls a step with."""
     arguments = [batch]
     if is_param_in_hook_signature(step, "batch_idx", min_args=2):

@@ -32,9 +32,9 @@ from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.engine.tensors.module_tree import dotted
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 from lightning_dist.strategies.base.run_setup import Closure, Step, StepContext
-from lightning_dist.strategies.mesh_runtime.first_call import arguments_of
+from lightning_dist.strategies.mesh_runtime.first_call import step_arguments
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
-from lightning_dist.strategies.pipelining.checks import arguments_of_step
+from lightning_dist.strategies.pipelining.checks import flatten_arguments
 from lightning_dist.strategies.pipelining.session import Session, WrappedStages
 
 
@@ -124,7 +124,7 @@ class StagedModule(ShardedModule):
 
         def train(microbatch: Microbatch) -> Any:
             with context():
-                return step(*arguments_of(own, microbatch.content, 1))
+                return step(*step_arguments(own, microbatch.content, 1))
 
         return train
 
@@ -135,13 +135,13 @@ class StagedModule(ShardedModule):
         self.written.begin_round()
         self._opened.updates.begin_batch()
         with self.check_units(training=True), explain_shard_errors(has_units=self.is_sharded):
-            return self._opened.runner.train(arguments_of_step(args, kwargs), context)
+            return self._opened.runner.train(flatten_arguments(args, kwargs), context)
 
     @override
     def evaluate(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode(False), torch.no_grad(), self.check_units(training=False):
             try:
-                arguments = arguments_of_step(args, kwargs)
+                arguments = flatten_arguments(args, kwargs)
                 return self._opened.runner.evaluate(step, arguments, context)
             finally:
                 self.reshard()

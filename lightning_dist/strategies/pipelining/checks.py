@@ -31,9 +31,7 @@ from lightning_dist.strategies.base.model_checks import (
 from lightning_dist.strategies.base.saving.part_warning import without_warning
 
 
-def find_statistics_of_all(
-    module: pl.LightningModule, everyone: dist.ProcessGroup
-) -> tuple[str, ...]:
+def find_statistics_of_all(module: pl.LightningModule, group: dist.ProcessGroup) -> tuple[str, ...]:
     """Lists the modules of all stages that compute statistics of a training batch.
 
     Collective: every rank must call it. Evaluations list the modules too, in whatever mode they
@@ -41,7 +39,7 @@ def find_statistics_of_all(
     """
     is_fitting = module.trainer.state.fn == TrainerFn.FITTING
     own = find_batch_statistics(module, in_any_mode=not is_fitting)
-    return tuple(dict.fromkeys(n for names in gather_objects(own, everyone) for n in names))
+    return tuple(dict.fromkeys(n for names in gather_objects(own, group) for n in names))
 
 
 def check_trainer(
@@ -103,10 +101,8 @@ def check_saved_names(module: pl.LightningModule, split: PipelineSplit) -> None:
         ValueError: A ``state_dict`` of the module's own gives them other names.
     """
     has_own = type(module).state_dict is not nn.Module.state_dict
-    if (
-        not has_own or split.layers.traced_module is not None
-    ):  # the names of a trace are the module's
-        return
+    if not has_own or split.layers.traced_module is not None:
+        return  # the names of a trace are the module's
     parts = (part.module for part in split.layers.parts())
     tensors = (t for part in parts for t in (*part.parameters(), *part.buffers()))
     own = {_place(tensor) for tensor in tensors} - {0}
@@ -146,7 +142,7 @@ def one_optimizer() -> Iterator[None]:
         ) from None
 
 
-def arguments_of_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Returns a step's arguments, the batch first.
 
     Raises:

@@ -128,7 +128,7 @@ class StageUpdates(RunSetup):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        arguments, session = checks.arguments_of_step(args, kwargs), self.session
+        arguments, session = checks.flatten_arguments(args, kwargs), self.session
         session.updates.begin_batch()
         with self.stepping():
             result = session.runner.train(arguments, self.precision_plugin.train_step_context)

@@ -36,14 +36,14 @@ class StartLine(pl.Callback):
         self._source = source
         self._statistics = statistics
         self._are_synced = are_synced
-        self._is_told = False
+        self._has_printed = False
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any
     ) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_printed:
+            self._has_printed = True
             sizes = self._pipeline.microbatch_sizes_of(batch)
             rank_zero_info(describe_pipeline(self._pipeline, self._mesh, self._source, sizes))
             are_whole = self._pipeline.asynchronous and len(sizes) == 1

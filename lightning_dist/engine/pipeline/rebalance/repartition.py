@@ -61,7 +61,7 @@ class Repartition:
 
 
 def agree_on_cut(
-    split: PipelineSplit, wanted: Sequence[int], everyone: dist.ProcessGroup
+    split: PipelineSplit, wanted: Sequence[int], world: dist.ProcessGroup
 ) -> tuple[int, ...]:
     """Checks that all ranks want the same possible partition. Collective: every rank must call it.
 
@@ -69,7 +69,7 @@ def agree_on_cut(
         ValueError: The partition does not fit, ranks want different ones, or stages share
             parameters.
     """
-    cuts = gather_objects([int(count) for count in wanted], everyone)
+    cuts = gather_objects([int(count) for count in wanted], world)
     others = [(rank, cut) for rank, cut in enumerate(cuts) if cut != cuts[0]]
     if others:
         rank, cut = others[0]

@@ -45,7 +45,7 @@ class FlagHandler:
         self._on_signal = on_signal
         self._process = os.getpid()
         self._rank = trainer.global_rank  # a step may be shown another
-        self._is_told = False
+        self._has_printed = False
         # A handler that is not Python's reads as None, and cannot be restored.
         self._before = signal.getsignal(signum) or signal.SIG_DFL
         self._install(self)
@@ -58,8 +58,8 @@ class FlagHandler:
         """
         if os.getpid() == self._process:
             self._on_signal()
-            was_told, self._is_told = self._is_told, True  # before the same signal comes again
-            if not was_told:  # launchers report a stop as a failure
+            printed, self._has_printed = self._has_printed, True  # before the signal comes again
+            if not printed:  # launchers report a stop as a failure
                 does = "stop" if signum == signal.SIGTERM else "save"
                 name = self._signum.name
                 text = f"[rank {self._rank}] {name}: all ranks {does} at the next batch.\n"

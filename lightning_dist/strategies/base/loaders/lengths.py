@@ -79,17 +79,17 @@ class LoaderEnds:
         if self._telling is None:
             return
         own = torch.tensor([left], dtype=torch.int32)
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._telling))]
-        work = dist.all_gather(everyone, own, group=self._telling, async_op=True)
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self._telling))]
+        work = dist.all_gather(gathered, own, group=self._telling, async_op=True)
         assert work is not None
-        self._pending = work, everyone
+        self._pending = work, gathered
 
     def _check(self) -> None:
         if self._telling is None or self._pending is None:
             return
-        (work, everyone), self._pending = self._pending, None
+        (work, gathered), self._pending = self._pending, None
         work.wait()
-        numbers = [int(number) for number in everyone]
+        numbers = [int(number) for number in gathered]
         if len(set(numbers)) > 1:
             ranks = dist.get_process_group_ranks(self._telling)
             of_ranks = zip(ranks, numbers, strict=True)
@@ -122,15 +122,15 @@ class TrainingLengths(LoaderEnds):
         Raises:
             ValueError: The numbers of batches differ.
         """
-        everyone = gather_objects((trainer.num_training_batches, is_unknown), self._group)
-        lengths = [length for length, _ in everyone]
+        gathered = gather_objects((trainer.num_training_batches, is_unknown), self._group)
+        lengths = [length for length, _ in gathered]
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"The ranks have {lengths} training batches, and the ones with more would wait for"
                 " the others' gradients for ever. Use a sampler that shares the samples out evenly,"
                 " like Lightning's own, or `limit_train_batches`, or pass uneven_inputs=True."
             )
-        self._telling = self._group if any(unknown for _, unknown in everyone) else None
+        self._telling = self._group if any(unknown for _, unknown in gathered) else None
         self._num_begun = 0
 
     @override
@@ -172,13 +172,13 @@ class EvaluationLengths(LoaderEnds):
     """Checks on one rank that ranks which are tied evaluate as many batches.
 
     Each sequence of ``tied`` has ranks that compute a forward together, and ``tied_group`` those of
-    this rank, unless it is alone. ``everyone`` returns a group of all ranks that are not lost.
+    this rank, unless it is alone. ``world_group`` returns a group of all ranks that are not lost.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        everyone: Callable[[], dist.ProcessGroup],
+        world_group: Callable[[], dist.ProcessGroup],
         tied: Sequence[Sequence[int]],
         tied_group: dist.ProcessGroup | None,
         *,
@@ -191,7 +191,7 @@ class EvaluationLengths(LoaderEnds):
         short, stage = ("val", "validation") if verb == "validate" else (verb, verb)
         super().__init__(verb, f"`limit_{short}_batches`")
         self._trainer = trainer
-        self._everyone = everyone
+        self._world_group = world_group
         self._tied = tied
         self._tied_group = tied_group
         self._runs_whole_steps = runs_whole_steps
@@ -228,12 +228,12 @@ class EvaluationLengths(LoaderEnds):
         flattened = [] if loaders is None else CombinedLoader(loaders, "sequential").flattened
         is_unknown = any(sized_len(loader) is None for loader in flattened)
         lengths = list(getattr(self._trainer, f"num_{self._short}_batches"))  # of a whole run
-        everyone = gather_objects((lengths, is_unknown), self._everyone())
-        self._lengths = [of_rank for of_rank, _ in everyone]
-        self._is_unknown = any(unknown for _, unknown in everyone)
+        gathered = gather_objects((lengths, is_unknown), self._world_group())
+        self._lengths = [of_rank for of_rank, _ in gathered]
+        self._is_unknown = any(unknown for _, unknown in gathered)
         self._telling = self._tied_group if self._is_unknown else None
         self._num_begun = 0
-        places = range(len(everyone))
+        places = range(len(gathered))
         tied = [[rank for rank in ranks if rank in places] for ranks in self._tied]
         if any(self._lengths[rank] != self._lengths[ranks[0]] for ranks in tied for rank in ranks):
             raise self._error("compute each forward together", "Use")
@@ -257,9 +257,9 @@ class EvaluationLengths(LoaderEnds):
                 " does",
                 "Combine it at the end of the epoch (`on_step=False`), use",
             )
-        everyone = self._everyone()
-        if self._is_unknown and self._runs_whole_steps and self._telling is not everyone:
-            self._telling = everyone
+        world = self._world_group()
+        if self._is_unknown and self._runs_whole_steps and self._telling is not world:
+            self._telling = world
             self._post(_Left.LAST if self._is_last else _Left.MORE)
             self._check()
 

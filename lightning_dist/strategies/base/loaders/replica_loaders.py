@@ -162,24 +162,24 @@ class ReplicaLoaders:
 def keep_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> None:
     """Adds the states of all replicas' training loaders. Collective: every rank must call it."""
     states: list[dict[str, Any]] | None = _loop_state(checkpoint).get(_LIGHTNINGS)
-    everyone = gather_objects(states, group)
-    if all(states and any(states) for states in everyone):  # elastic ones have empty states
-        checkpoint[_KEY] = everyone
+    all_states = gather_objects(states, group)
+    if all(states and any(states) for states in all_states):  # elastic ones have empty states
+        checkpoint[_KEY] = all_states
 
 
 def take_loader_states(checkpoint: dict[str, Any], replica: int, num_replicas: int) -> None:
     """Puts a replica's own states where Lightning looks for them."""
-    everyone = checkpoint.pop(_KEY, None)
-    if everyone is None:
+    all_states = checkpoint.pop(_KEY, None)
+    if all_states is None:
         return
-    if len(everyone) != num_replicas:
+    if len(all_states) != num_replicas:
         rank_zero_warn(
-            f"The checkpoint has the states of {len(everyone)} data replicas' loaders, and there"
+            f"The checkpoint has the states of {len(all_states)} data replicas' loaders, and there"
             f" are {num_replicas} now. The epoch goes on where the first one was. To read no sample"
             " twice, resume on as many replicas, or from the end of an epoch."
         )
         replica = 0
-    _loop_state(checkpoint)[_LIGHTNINGS] = everyone[replica]
+    _loop_state(checkpoint)[_LIGHTNINGS] = all_states[replica]
 
 
 def _loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -94,8 +94,8 @@ class UnevenInputs:
             ValueError: On each rank: a loader has no length, no batch, or a state to be resumed.
         """
         own = sized_len(loader), hasattr(loader, "load_state_dict")
-        everyone = gather_objects(own, self._group)
-        lengths = [length for length, _ in everyone]
+        gathered = gather_objects(own, self._group)
+        lengths = [length for length, _ in gathered]
         if None in lengths or 0 in lengths:
             raise ValueError(
                 f"uneven_inputs=True: the ranks' training loaders have {lengths} batches. Each must"
@@ -103,7 +103,7 @@ class UnevenInputs:
                 " hooks see a rank's last batch again beside the others' further ones. Share the"
                 " samples out otherwise, or train on fewer ranks."
             )
-        with_state = [rank for rank, (_, has_state) in enumerate(everyone) if has_state]
+        with_state = [rank for rank, (_, has_state) in enumerate(gathered) if has_state]
         if with_state:
             raise ValueError(
                 f"uneven_inputs=True: the training loaders of ranks {with_state} have a"

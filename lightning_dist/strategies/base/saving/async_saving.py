@@ -62,13 +62,13 @@ class AsyncSaving(DistributedStrategy):
 
         ``write`` gets a group of all ranks, or None for a single process.
         """
-        everyone = self.world_group if dist.is_initialized() else None
+        world = self.world_group if dist.is_initialized() else None
         saves = self._saves
         if saves is None:
-            write(everyone, state)
+            write(world, state)
             return
         copies: list[Any] = []
-        JointSave(path, everyone).step(lambda: copies.append(saves.copy(state)))
+        JointSave(path, world).step(lambda: copies.append(saves.copy(state)))
         saves.start(partial(write, saves.group, copies[0]))
 
     def finish_save(self) -> None:

@@ -59,7 +59,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
 
     _group_names: tuple[GroupNames, ...] = ()
     _first_names: saved_names.FirstNames = MappingProxyType({})
-    _has_told_form = False
+    _has_printed_form = False
 
     @property
     def writes_one_file(self) -> bool:
@@ -214,20 +214,20 @@ class LayoutFreeCheckpoints(AsyncSaving):
             )
         if not dist.is_initialized() and not self.is_global_zero:
             return  # no run has begun: the first rank has the whole module, and writes it alone
-        everyone = self.world_group if dist.is_initialized() else None
-        if everyone is not None and not self.has_plain_state:
-            check_state_to_save(self.optimizers, self.module, everyone)
+        world = self.world_group if dist.is_initialized() else None
+        if world is not None and not self.has_plain_state:
+            check_state_to_save(self.optimizers, self.module, world)
             gather_others(checkpoint)
         if not self.writes_one_file:
             named = saved_modules_of(self.module).put_into(self._by_name(checkpoint), {})
-            parts = checkpoints.split_parts(named, everyone)
+            parts = checkpoints.split_parts(named, world)
             self.write_state(path, parts, partial(checkpoints.write_parts, path))
-            if not self._has_told_form:
-                self._has_told_form = True
+            if not self._has_printed_form:
+                self._has_printed_form = True
                 _print_form(path)
             return
         whole: dict[str, Any] | None = checkpoint
-        if not self.has_plain_state or (everyone is not None and self.replicas_step_alone):
+        if not self.has_plain_state or (world is not None and self.replicas_step_alone):
             whole = self._gather(self._by_name(checkpoint))
         elif not self.is_global_zero:
             whole = None

@@ -48,7 +48,7 @@ from lightning_dist.engine.tensors.tree import map_tensors
 from lightning_dist.strategies.mesh_runtime.checks import check_automatic, check_shardable
 from lightning_dist.strategies.mesh_runtime.dry.channel import Sent, dry_links
 from lightning_dist.strategies.mesh_runtime.dry.fake_ranks import fake_rank, without_values
-from lightning_dist.strategies.mesh_runtime.first_call import arguments_of
+from lightning_dist.strategies.mesh_runtime.first_call import step_arguments
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
 from lightning_dist.strategies.pipelining.session import stage_options
@@ -186,7 +186,7 @@ class DryStep:
     def _run_whole(self, batch: Any) -> None:
         sharded = ShardedModule(self.composed, None)
         step, context = sharded.module.training_step, self.run.precision.train_step_context
-        loss = Loss.of(sharded.train(step, context, *arguments_of(step, batch, 1))).value
+        loss = Loss.of(sharded.train(step, context, *step_arguments(step, batch, 1))).value
 
         def differentiate() -> Tensor:
             loss.backward()

@@ -43,12 +43,12 @@ from lightning_dist.engine.tensors.observers import OperationWatch
 from lightning_dist.engine.tensors.rng import random_state_kept
 from lightning_dist.engine.tensors.samples import batch_size_of
 from lightning_dist.engine.tensors.tree import tensors_in
-from lightning_dist.strategies.mesh_runtime.first_call import ahead_of_run, arguments_of
+from lightning_dist.strategies.mesh_runtime.first_call import ahead_of_run, step_arguments
 from lightning_dist.strategies.mesh_runtime.measuring.updates import (
-    Moments,
+    PeakBytes,
     TimedUpdate,
-    measure_moments,
-    seconds_of,
+    measure_peaks,
+    time_call,
 )
 
 _ROUNDS, _REPEATS = 5, 2
@@ -103,12 +103,12 @@ class Measurement:
             # BatchNorm takes no single sample.
             sizes = sizes_to_measure(num_samples, at_least=2 if statistics else 1)
             adding = self._adding_seconds(module)
-            moments = Moments()
+            peaks = PeakBytes()
             if self.flops_per_second is None:
                 micros = [_micro(batch, size) for size in sizes]
                 run = partial(self._step, module, clock=Recorder(0, self.device), keeps=True)
                 states = self.states_per_parameter
-                moments = measure_moments(module, parts, run, micros, self.device, states)
+                peaks = measure_peaks(module, parts, run, micros, self.device, states)
             update = TimedUpdate(module, self.device, self.states_per_parameter)
             rounds = [
                 [self._measure(module, parts, batch, size, update) for size in sizes[::-1]]
@@ -120,7 +120,7 @@ class Measurement:
                 for same in zip(*rounds, strict=True)
             ]
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        batches = tuple(update.added_to(moments.added_to(batch)) for batch in measured)
+        batches = tuple(update.added_to(peaks.added_to(batch)) for batch in measured)
         return ModelCosts(
             batches,
             states_per_parameter=self.states_per_parameter,
@@ -129,7 +129,7 @@ class Measurement:
             is_tied=len(names) > len(list(module.parameters())),
             whole_batches=bool(statistics),
             adding_seconds=adding,
-            update_bytes=moments.update_bytes,
+            update_bytes=peaks.update_bytes,
             updates_together=self.device.type != "cpu",
             sample_bytes=sum(t.nbytes for t in tensors_in(batch)) / num_samples,
             tensor=_of_tensor_plans(batches[-1], module, parts, self.tensor_sizes),
@@ -184,7 +184,7 @@ class Measurement:
         *,
         keeps: bool = False,
     ) -> None:
-        arguments = arguments_of(module.training_step, batch, 1)
+        arguments = step_arguments(module.training_step, batch, 1)
         try:
             with self.context():  # around the backward too, which may run layers again
                 with clock.span(SpanKind.COMPUTE, Action(0, ActionKind.FORWARD, 0)):
@@ -214,7 +214,7 @@ class Measurement:
             for held, gradient in zip(sums, new, strict=True):
                 held.add_(gradient)
 
-        taken = [seconds_of(add, self.device) for _ in range(_FIRST_RUNS + _RUNS)]
+        taken = [time_call(add, self.device) for _ in range(_FIRST_RUNS + _RUNS)]
         return median(taken[_FIRST_RUNS:]) / max(1, sum(each.nbytes for each in sums))
 
 

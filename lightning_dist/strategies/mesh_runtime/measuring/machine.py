@@ -29,7 +29,7 @@ from lightning_dist.engine.profiling.links import (
     fit_ring,
     measure_all_reduce,
     measure_links,
-    seconds_of,
+    time_on_slowest_rank,
 )
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.strategies.mesh_runtime.measuring.updates import optimizer_of
@@ -88,7 +88,7 @@ def measure_tensor_layers(mesh: DeviceMesh, device: torch.device) -> float:
     styles = [ColwiseParallel(), RowwiseParallel()] * (_NUM_UNITS // 2)
     parallelize_module(sharded, mesh, {str(i): style for i, style in enumerate(styles)})
     steps = (partial(_step, each, sample) for each in (sharded, whole))
-    seconds = [seconds_of(step, device, SHORT) for step in steps]
+    seconds = [time_on_slowest_rank(step, device, SHORT) for step in steps]
     # A layer of a pair sends forward, the other one backward.
     small = measure_all_reduce(mesh.get_group(), device)
     sent = ring(MessageKind.ALL_REDUCE).seconds(mesh.size(), sample.nbytes, small)
@@ -111,7 +111,7 @@ def measure_updates(mesh: DeviceMesh, device: torch.device, states_per_parameter
             parameters[-1].grad = torch.zeros_like(value)
         step = optimizer_of(parameters, states_per_parameter).step
         step()
-        seconds.append(seconds_of(step, device, SHORT))
+        seconds.append(time_on_slowest_rank(step, device, SHORT))
     return max(0.0, (seconds[0] - seconds[1]) / _NUM_UPDATED)
 
 
@@ -130,7 +130,7 @@ def measure_stages(shape: MeshShape, rank: int, timeout_seconds: float) -> float
             module = nn.Sequential(*[nn.Linear(1, 1) for _ in group])
             pipeline = Pipeline(module, place, channels.links)
             batch = partial(_train_batch, pipeline, module, torch.zeros(count, 1))
-            seconds.append(seconds_of(batch, device))
+            seconds.append(time_on_slowest_rank(batch, device))
     except BaseException:
         channels.close(failed=True)
         raise
@@ -174,8 +174,8 @@ def _unit_seconds(
         units = [fully_shard(unit, mesh=mesh, reshard_after_forward=False) for unit in sharded]
         fully_shard(sharded, mesh=mesh, reshard_after_forward=False)
         steps = (partial(_step, each, sample) for each in (whole, sharded))
-        own, both = (seconds_of(step, device, SHORT) for step in steps)
-        gather = seconds_of(partial(_gather, units), device, SHORT)
+        own, both = (time_on_slowest_rank(step, device, SHORT) for step in steps)
+        gather = time_on_slowest_rank(partial(_gather, units), device, SHORT)
         gathers.append(max(_TINY, gather / _NUM_UNITS))
         reductions.append(max(_TINY, (both - own - gather) / _NUM_UNITS))
     return {MessageKind.ALL_GATHER: gathers, MessageKind.REDUCE_SCATTER: reductions}

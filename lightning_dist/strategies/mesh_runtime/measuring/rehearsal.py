@@ -35,13 +35,13 @@ from lightning_dist.engine.parallelize.parallelism import Parallelism
 from lightning_dist.engine.pipeline.microbatch import Loss
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.pipeline.tied_gradients import TiedSums
-from lightning_dist.engine.profiling.links import seconds_of
+from lightning_dist.engine.profiling.links import time_on_slowest_rank
 from lightning_dist.engine.sharding.deferred_init.api import named_tensors
 from lightning_dist.engine.sharding.fully_shard import fill
 from lightning_dist.engine.splitting.ties import tie_again
 from lightning_dist.engine.tensors.skeleton import skeleton_of
 from lightning_dist.strategies.base.precision_plugin import HalfPrecisionPlugin, half_precision_of
-from lightning_dist.strategies.mesh_runtime.first_call import ahead_of_run, arguments_of
+from lightning_dist.strategies.mesh_runtime.first_call import ahead_of_run, step_arguments
 from lightning_dist.strategies.mesh_runtime.measuring.updates import dense, optimizer_of
 from lightning_dist.strategies.mesh_runtime.sharded_module import ShardedModule
 from lightning_dist.strategies.mesh_runtime.staged_module import StagedModule
@@ -114,7 +114,7 @@ class Rehearsal:
 
     def _seconds(self, step: Callable[[], None]) -> float:
         step()  # makes the optimizer's states
-        return seconds_of(step, self.device, _SECONDS_PER_ROUND)
+        return time_on_slowest_rank(step, self.device, _SECONDS_PER_ROUND)
 
     def _optimizer(self, composed: ParallelModule) -> Optimizer | None:
         own = [p for p in composed.module.parameters() if p.requires_grad and not p.is_meta]
@@ -125,7 +125,7 @@ class Rehearsal:
     ) -> Callable[[], None]:
         module, optimizer = ShardedModule(composed, None), self._optimizer(composed)
         own = module.module
-        arguments = arguments_of(own.training_step, self.batch, 1)
+        arguments = step_arguments(own.training_step, self.batch, 1)
         context = self.precision.train_step_context
 
         def step() -> None:

@@ -58,10 +58,10 @@ class TimedUpdate:
             copies = [p.detach().clone() for p in self._parameters]
             self._optimizer = optimizer_of(copies, self._states)
         _take_gradients(self._optimizer.param_groups[0]["params"], self._parameters)
-        self._taken.append(seconds_of(self._optimizer.step, self._device))
+        self._taken.append(time_call(self._optimizer.step, self._device))
 
 
-def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+def time_call(run: Callable[[], object], device: torch.device) -> float:
     """Returns the time of a call, to the end of what it does on the device."""
     finish(device)  # what is under way is not the call's
     start = time.perf_counter()
@@ -87,7 +87,7 @@ def optimizer_of(parameters: Sequence[Tensor], states_per_parameter: int) -> Opt
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class PeakBytes:
     """The most bytes at a time, where the sums of gradients are there already.
 
     Attributes:
@@ -101,7 +101,7 @@ class Moments:
     update_bytes: int = 0
 
     def added_to(self, batch: MeasuredBatch) -> MeasuredBatch:
-        """Returns the costs of one of the measured micro-batches with its moments."""
+        """Returns the costs of one of the measured micro-batches with its peaks."""
         layers, kept, size = [], 0, batch.num_samples
         for index, layer in enumerate(batch.step.layers):
             kept += layer.activation_bytes - (layer.shared_bytes if index else 0)
@@ -112,14 +112,14 @@ class Moments:
         return replace(batch, step=step, transient_bytes=most)
 
 
-def measure_moments(
+def measure_peaks(
     module: nn.Module,
     parts: Sequence[Part],
     run: Callable[[Any], None],
     batches: Sequence[Microbatch],
     device: torch.device,
     states_per_parameter: int,
-) -> Moments:
+) -> PeakBytes:
     """Measures backwards and an update."""
     trained = [p for p in module.parameters() if p.requires_grad]
     run(batches[0].content)  # makes the gradients
@@ -141,7 +141,7 @@ def measure_moments(
     found = meter.peaks
     sizes = [micro.num_samples for micro in batches]
     places = [(size, part.layer_index) for size in sizes for part in parts]
-    return Moments(
+    return PeakBytes(
         {size: found.get(size, 0) for size in sizes},
         {place: found.get(place, 0) for place in places},
         found.get(_UPDATE, 0),

@@ -89,9 +89,8 @@ def test_all_decide_alike_at_once_or_some_boundaries_later(
         is_due = len(pending) == lag and pending.pop(0)
         expected.append(is_due or all(column))
         pending = [] if expected[-1] else [*pending, any(column)]
-    assert (
-        decide_on_all(groups, wishes, "decide_now", lag) == [[*expected, any(pending)]] * NUM_RANKS
-    )
+    found = decide_on_all(groups, wishes, "decide_now", lag)
+    assert found == [[*expected, any(pending)]] * NUM_RANKS
     assert any(expected)
 
 

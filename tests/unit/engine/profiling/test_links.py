@@ -20,6 +20,6 @@ def test_forming_a_connection_does_not_lower_the_number_of_messages(
 
     monkeypatch.setattr(links, "_longest", lambda seconds, device: seconds)
     monkeypatch.setattr(links.time, "perf_counter", lambda: now)
-    taken = links.seconds_of(send, torch.device("cpu"), per_round=0.0105)
+    taken = links.time_on_slowest_rank(send, torch.device("cpu"), per_round=0.0105)
     assert taken == pytest.approx(1e-3)
     assert calls == 2 + 3 * 10  # messages of three rounds

@@ -12,5 +12,5 @@ def test_what_is_under_way_on_the_device_is_not_timed(monkeypatch: pytest.Monkey
     notes: list[str] = []
     monkeypatch.setattr(updates, "finish", lambda device: notes.append("finish"))
     monkeypatch.setattr(updates.time, "perf_counter", lambda: notes.append("clock") or 0.0)
-    updates.seconds_of(lambda: notes.append("run"), torch.device("cpu"))
+    updates.time_call(lambda: notes.append("run"), torch.device("cpu"))
     assert notes == ["finish", "clock", "run", "finish", "clock"]
