@@ -27,7 +27,7 @@ class Report:
 
     Attributes:
         value: It.
-        step: Number of the epoch.
+        step: Number of validations before this one, of which an epoch may have several.
     """
 
     value: float

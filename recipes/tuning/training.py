@@ -71,6 +71,7 @@ class Progress(Throughput):
         super().__init__(skipped_batches)
         self._connection = connection
         self._objectives = objectives
+        self._num_validations = 0
         self.outcome = Outcome("failed", error="The training ended ahead of its end.")
 
     @override
@@ -80,8 +81,9 @@ class Progress(Throughput):
         is_pruned = False
         if trainer.is_global_zero:  # whose process asks the study
             value = self._value(self._objectives[0], trainer)
-            self._connection.send(Report(value, trainer.current_epoch))
+            self._connection.send(Report(value, self._num_validations))
             is_pruned = self._connection.recv()
+        self._num_validations += 1
         if trainer.strategy.broadcast(is_pruned):
             trainer.should_stop = True
             self.outcome = Outcome("pruned", epochs=trainer.current_epoch + 1)
