@@ -39,7 +39,9 @@ def report(study: optuna.Study, tuning: Tuning) -> None:
     _print_table(best, names)
     for path in _draw(study, names, Path(tuning.out)):
         print(f"Written: {path}")
-    words = [f"--config={tuning.base}", *tuning.words(best[0].params)]
+    out = str(Path(tuning.out) / "best")
+    options = [option.replace("{folder}", out) for option in tuning.options]
+    words = [f"--config={tuning.base}", *options, *tuning.words(best[0].params)]
     print(f"The best by {names[0]}: python -m recipes.train fit {shlex.join(words)}")
     print(f"Best {names[0]}: {best[0].values[0]:.5g}")
 

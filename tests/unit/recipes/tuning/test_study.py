@@ -162,7 +162,8 @@ def test_the_front_is_printed_and_drawn(
     printed = capsys.readouterr().out
     assert "3 trials complete" in printed
     assert [line[:4] for line in printed.splitlines() if line.startswith("│")] == ["│ 0 ", "│ 1 "]
-    assert f"fit --config={tuning.base} --model.learning_rate=" in printed
+    option = f"--trainer.logger.init_args.save_dir={tuning.out}/best"
+    assert f"fit --config={tuning.base} {option} --model.learning_rate=" in printed
     assert printed.endswith("\nBest val_loss: 1\n")
     for name in ("history.html", "slices.html", "pareto.html", "pareto.png"):
         assert Path(tuning.out, name).exists()
