@@ -27,7 +27,8 @@ class WandbCheckpoints(L.Callback):
     """Uploads the checkpoints of a run to each W&B logger.
 
     They are versions of one artifact, ``checkpoint-<id of the run>``, with the aliases ``latest``
-    and ``best``. ``--ckpt_path=wandb:checkpoint-<id>:best`` trains on from one, see
+    and ``best``. With several ``ModelCheckpoint`` the first one with a ``monitor`` has the best.
+    ``--ckpt_path=wandb:checkpoint-<id>:best`` trains on from one, see
     :func:`download_checkpoint`.
 
     Args:
@@ -52,22 +53,25 @@ class WandbCheckpoints(L.Callback):
 
     def _upload(self, trainer: L.Trainer) -> None:
         loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
-        callback = trainer.checkpoint_callback
-        if not trainer.is_global_zero or not loggers or not isinstance(callback, ModelCheckpoint):
+        callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        if not trainer.is_global_zero or not loggers or not callbacks:
             return
-        scores = {path: float(score) for path, score in callback.best_k_models.items()}
-        written = {
-            path: os.stat(path).st_mtime
-            for path in {*scores, callback.last_model_path, callback.best_model_path}
+        best = next((c for c in callbacks if c.monitor is not None), callbacks[0]).best_model_path
+        owners = {
+            path: c
+            for c in callbacks
+            for path in {*c.best_k_models, c.last_model_path, c.best_model_path}
             if path and os.path.exists(path) and not os.path.islink(path)
         }
+        written = {path: os.stat(path).st_mtime for path in owners}
         new = [path for path in written if self._uploaded.get(path) != written[path]]
         for path in sorted(new, key=written.__getitem__):
-            aliases = ["latest", *(["best"] if path == callback.best_model_path else [])]
+            callback, aliases = owners[path], ["latest", *(["best"] if path == best else [])]
+            score = callback.best_k_models.get(path)
             metadata = {
                 "original_filename": Path(path).name,
                 "monitor": callback.monitor,
-                "score": scores.get(path),
+                "score": None if score is None else float(score),
                 "strategy": type(trainer.strategy).__name__,
                 "num_processes": trainer.world_size,
             }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -43,7 +44,7 @@ def run(tmp_path: Path) -> tuple[L.Trainer, ModelCheckpoint, NotedLogger]:
     logger, checkpoints = NotedLogger(), ModelCheckpoint(monitor="loss")
     trainer = SimpleNamespace(
         loggers=[logger],
-        checkpoint_callback=checkpoints,
+        checkpoint_callbacks=[checkpoints],
         is_global_zero=True,
         strategy=object(),
         world_size=2,
@@ -80,6 +81,21 @@ def test_directories_and_files_are_uploaded_once(
     assert (first.name, first.type) == ("checkpoint-id", "model")
     assert first.metadata["score"] == 2.0
     assert first.metadata["original_filename"] == "shards.ckpt"
+
+
+def test_several_callbacks_save_checkpoints_of_one_run(
+    run: tuple[L.Trainer, ModelCheckpoint, NotedLogger], tmp_path: Path
+) -> None:
+    trainer, checkpoints, logger = run
+    steps = ModelCheckpoint(every_n_train_steps=2)
+    trainer.checkpoint_callbacks[:] = [steps, checkpoints]
+    steps.best_model_path = str(write_shards(tmp_path / "step.ckpt"))
+    checkpoints.best_model_path = str(write_shards(tmp_path / "loss.ckpt"))
+    os.utime(steps.best_model_path, (1, 1))  # the older one
+    WandbCheckpoints().on_fit_end(trainer, L.LightningModule())
+    found = [(a.metadata["original_filename"], aliases) for a, aliases in logger.logged]
+    assert found == [("step.ckpt", ["latest"]), ("loss.ckpt", ["latest", "best"])]
+    assert [a.metadata["monitor"] for a, _ in logger.logged] == [None, "loss"]
 
 
 def test_checkpoints_may_be_uploaded_as_they_come(
