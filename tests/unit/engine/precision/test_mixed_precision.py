@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_dist.callbacks import MixedPrecision
 from lightning_dist.engine.precision.loss_scale import LossScale
@@ -48,6 +52,16 @@ def test_the_scale_is_in_checkpoints_that_are_saved_after_a_run_too() -> None:
     assert second.loss_scale == first.loss_scale
     assert unscaled.state_dict() == {}
     unscaled.load_state_dict(first.state_dict())
+
+
+def test_a_step_before_a_load_does_not_count_behind_it() -> None:
+    callback = MixedPrecision("fp16")
+    trainer: Any = SimpleNamespace(strategy=SingleDeviceStrategy())
+    callback.setup(trainer, L.LightningModule(), "fit")
+    saved = callback.state_dict()
+    trainer.strategy.precision_plugin.overflow.decide([torch.tensor(float("inf"))])
+    callback.load_state_dict(saved)
+    assert callback.state_dict() == saved
 
 
 def test_scales() -> None:
