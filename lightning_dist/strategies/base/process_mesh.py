@@ -284,6 +284,11 @@ class ProcessMesh(ParallelStrategy):
         return DATA_AXES
 
     @property
+    def update_axes(self) -> tuple[str, ...]:
+        """The axes along which the gradients of the next update are averaged."""
+        return self.gradient_axes
+
+    @property
     def stage_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold the same layers."""
         return tuple(self.mesh.sizes) if self.mesh.pp == 1 else (*DATA_AXES, "tp")

@@ -180,6 +180,11 @@ class LocalReplicas(DataParallelStrategy):
     def gradient_axes(self) -> tuple[str, ...]:
         return ("dp_shard",) if self._local_config.averages_weights else DATA_AXES
 
+    @property
+    @override
+    def update_axes(self) -> tuple[str, ...]:
+        return self.gradient_axes if self.is_local else DATA_AXES
+
     def replica_options(self, exchange: GradientExchange) -> ReplicaOptions:
         """Returns how whole replicas average their gradients. Collective."""
         return ReplicaOptions(

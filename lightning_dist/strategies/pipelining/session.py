@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dist.engine.common.mesh_shape import DATA_AXES
 from lightning_dist.engine.comms.connect import Channels, connect
 from lightning_dist.engine.pipeline.gradients import HeldGradients
 from lightning_dist.engine.pipeline.loss_weights import ReplicaWeights
@@ -107,7 +108,8 @@ class Session:
 
         # 1. The groups, and what may refuse, before any stage waits for another.
         stages, data_group = strategy.group("pp"), strategy.data_group
-        gradient_group = strategy.group(*strategy.gradient_axes)
+        averaged_along = (DATA_AXES, strategy.gradient_axes)  # the former while replicas warm up
+        weights = {axes: ReplicaWeights(strategy.group(*axes)) for axes in averaged_along}
         predict = config.prediction(optimizer)
         shape = config.shape(mesh, strategy.global_rank, split.layers_per_stage)
         ties = find_ties(split.layers, shape.layers_per_stage)
@@ -143,7 +145,7 @@ class Session:
                 options,
                 rank=strategy.global_rank,
                 on_complete=complete_early,
-                average_weight=ReplicaWeights(gradient_group).average,
+                average_weight=lambda weight: weights[strategy.update_axes].average(weight),
                 shared=self.tied.names,
             )
             if_it_fails.callback(self.pipeline.detach)

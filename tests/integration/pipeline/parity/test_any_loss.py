@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import MeshStrategy, PipelineStrategy
 from lightning_dist.checkpoint import load_full
+from lightning_dist.engine.data_parallel.local_config import LocalConfig
 from lightning_dist.engine.splitting.config import PipelineConfig
 from tests.helpers.networks.models import (
     Classifier,
@@ -181,6 +182,13 @@ def fit_replicas() -> dict[str, Any]:
         schedule: pipeline(schedule=schedule, **options) for schedule, (options, _) in CASES.items()
     }
     strategies["mesh"] = MeshStrategy(pp=2, dp_shard=2, pipeline=PipelineConfig("1f1b", 2))
+    strategies["warm-up"] = MeshStrategy(
+        pp=2,
+        dp_replicate=2,
+        dp_shard=1,
+        pipeline=PipelineConfig("1f1b", 2),
+        local=LocalConfig(sync_every=4, sync_warmup_steps=1000),
+    )
     states = {}
     for name, strategy in strategies.items():
         expected = CASES.get(name, CASES["1f1b"])[1]
