@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -65,7 +66,8 @@ class ShardedWeightAveraging(pl.Callback):
     def averages(self) -> dict[str, Tensor]:
         """This rank's part of the averages by parameter name, sharded as the parameters are.
 
-        Empty before the first update.
+        Empty before the first update. The latest weights while the module has the averages, in a
+        validation and after the training.
         """
         return self._averages if self._num_updates else {}
 
@@ -79,8 +81,7 @@ class ShardedWeightAveraging(pl.Callback):
                 " with different averages. Let them step together (sync_every=1, mode='sync'), or"
                 " leave the callback out."
             )
-        if stage == TrainerFn.FITTING:  # an earlier run may have failed
-            self._forget()
+        self._forget()  # what an earlier run has left
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -173,11 +174,14 @@ class ShardedWeightAveraging(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._swap(pl_module)
-        self._forget()  # the next module may be another
+        self._detach()  # checkpoints that are saved from now on have both, too
 
     def _forget(self) -> None:
         self._averages, self._are_shown = {}, False
         self._num_updates = 0
+        self._detach()
+
+    def _detach(self) -> None:
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -230,7 +234,18 @@ class ShardedWeightAveraging(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and "current_model_state" in checkpoint:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if "current_model_state" in checkpoint:
             self._take(pl_module)  # they were in `state_dict`
             latest = {"state_dict": checkpoint["current_model_state"]}
             trainer.strategy.load_model_state_dict(latest, strict=pl_module.strict_loading)
+        elif self.state_key in checkpoint["callbacks"]:
+            step = checkpoint["global_step"]
+            if self._updates_due(step):
+                rank_zero_warn(
+                    f"The checkpoint of step {step} has averaged weights, and not the latest ones"
+                    " beside them: it was saved after `validate`, `test` or `predict`. Training"
+                    " goes on from the average, with a new average. Save checkpoints in `fit`, or"
+                    " right after it, to go on with both."
+                )

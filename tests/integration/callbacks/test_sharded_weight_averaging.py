@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_dist import DDPStrategy, ParameterServerStrategy, PipelineStrategy
@@ -54,10 +55,12 @@ def fit(name: str | None, epochs: int, resume: str | None, save: str | None) -> 
     averaging = ShardedWeightAveraging(DECAY, start_at_step=2)
     trainer, entry = trainer_of(name, max_epochs=epochs, callbacks=[averaging])
     if save is not None:
-        module.on_train_epoch_end = lambda: trainer.save_checkpoint(save)
+        module.on_train_epoch_end = lambda: trainer.save_checkpoint(f"{save}.epoch")
     loaders = loaders_of(trainer, entry)
     with nullcontext() if name is None else foreach_by_default():  # as on a GPU
         trainer.fit(module, *loaders, ckpt_path=resume, weights_only=True)
+    if save is not None:
+        trainer.save_checkpoint(save)
     metrics = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("val")}
     return state_of(module), metrics, module.history
 
@@ -85,13 +88,34 @@ def test_equals_a_single_device_when_resumed_too(
     state, metrics, history = fit(None, 2, None, None)
     path = tmp_path / "middle.ckpt"
     workers.run(ENTRIES[name].devices, fit, name, 1, None, str(path))
-    saved = load_full(path)
-    assert_close(saved["state_dict"], averaged(history[:STEPS_OF_AN_EPOCH]))
-    assert_close(saved["current_model_state"], history[STEPS_OF_AN_EPOCH - 1])
+    for saved in (load_full(path), load_full(f"{path}.epoch")):
+        assert_close(saved["state_dict"], averaged(history[:STEPS_OF_AN_EPOCH]))
+        assert_close(saved["current_model_state"], history[STEPS_OF_AN_EPOCH - 1])
     ranks = workers.run(ENTRIES[name].devices, fit, name, 2, str(path), None)
     for _, found, _ in ranks:
         assert found == pytest.approx(metrics, abs=TOLERANCE)
     assert_close(joined([rank[0] for rank in ranks]), state)
+
+
+def test_a_checkpoint_of_the_end_has_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    module = make_module(Kept, optimizer="adamw")
+    averaging = ShardedWeightAveraging(DECAY, start_at_step=2)
+    last = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1000)
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [averaging, last]}
+    trainer, entry = trainer_of(None, **options)
+    trainer.fit(module, *loaders_of(trainer, entry))
+    saved = load_full(tmp_path / "last.ckpt")
+    assert_close(saved["state_dict"], averaged(module.history))
+    assert_close(saved["current_model_state"], module.history[-1])
+    assert saved["callbacks"]["ShardedWeightAveraging"] == {"num_updates": 1}
+
+    trainer.validate(module, loaders_of(trainer, entry)[1])
+    assert_close(state_of(module), averaged(module.history))
+    trainer.save_checkpoint(tmp_path / "validated.ckpt")
+    resumed, _ = trainer_of(None, max_epochs=2, **options)
+    with pytest.warns(UserWarning, match="averaged weights, and not the latest ones"):
+        resumed.fit(module, *loaders_of(trainer, entry), ckpt_path=tmp_path / "validated.ckpt")
 
 
 def test_another_module_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
