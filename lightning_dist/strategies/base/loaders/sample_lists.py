@@ -3,6 +3,7 @@
 ``[x, y]`` of default collation has the samples in the tensors' first dim. A list of images or of
 sequences, from a user's ``collate_fn``, has one tensor per sample. If the tensors are of equal
 length, the batch itself does not tell. Then the loader's batch size does, on the first whole batch.
+As many tensors as samples, each of as many rows, are columns, and so are those of later batches.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class SampleLists:
         key, loader = (step, dataloader_idx), self._loader(step, dataloader_idx)
         if _collates_by_default(loader):  # it may have been reloaded
             return batch
-        if key not in self._known:
+        if key not in self._known or not _have_one_length(batch):
             found = has_tensor_per_sample(batch, _batch_size_of(loader))
             if found is None:
                 return batch
@@ -61,6 +62,10 @@ def _lists_tensors(batch: Any) -> bool:
     return is_list and all(isinstance(entry, Tensor) and entry.ndim > 0 for entry in batch)
 
 
+def _have_one_length(batch: list[Tensor]) -> bool:
+    return len({len(tensor) for tensor in batch}) == 1
+
+
 def _collates_by_default(loader: object) -> bool:
     return getattr(loader, "collate_fn", default_collate) is default_collate
 
@@ -82,14 +87,15 @@ def has_tensor_per_sample(batch: list[Tensor], batch_size: int | None) -> bool |
     Returns:
         True for one tensor per sample, False for one per column, None if both are possible.
     """
-    lengths = {len(tensor) for tensor in batch}
-    if len(lengths) > 1:
+    if not _have_one_length(batch):
         return True
-    (length,) = lengths
+    length = len(batch[0])
+    if length == batch_size:
+        return False
     if batch_size is None or length == len(batch):
         return None
-    if batch_size in (length, len(batch)):
-        return len(batch) == batch_size
+    if len(batch) == batch_size:
+        return True
     if max(length, len(batch)) > batch_size:
         return len(batch) < length
     return None

@@ -26,7 +26,8 @@ from lightning_dist.strategies.base.loaders.sample_lists import (
         (3, 9, 8, True),  # a last batch of 3 samples
         (9, 3, 8, False),
         (3, 5, 8, None),
-        (8, 8, 8, None),
+        (8, 8, 8, False),
+        (3, 3, 8, None),
         (8, 5, None, None),
     ],
 )
@@ -55,6 +56,9 @@ def test_later_batches_are_as_the_first_whole_one() -> None:
     whole, last = [torch.ones(5)] * 8, [torch.ones(5)] * 3
     assert marked(last, whole, last) == [False, True, True]
     assert marked([torch.ones(5), torch.ones(3)]) == [True]
+    assert marked([torch.ones(8)] * 8, last, whole) == [False] * 3  # 8 columns
+    assert marked([torch.ones(8)] * 8, [torch.ones(5), torch.ones(3)], last) == [False, True, True]
+    assert marked(whole, [torch.ones(8)] * 8) == [True, True]
     assert marked(whole, tuple(whole), collate_fn=None) == [False, False]
     assert marked(torch.ones(8, 5), (torch.ones(5),) * 8, [], [whole]) == [False] * 4
 
