@@ -156,7 +156,7 @@ class MixedPrecision(pl.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._scale is not None and state_dict:
-            self._plugin.settle()  # steps before it, such as a learning rate finder's
+            self._plugin.update_loss_scale()  # steps before it, such as a learning rate finder's
             self._scale.load_state_dict(state_dict)
 
     @override
