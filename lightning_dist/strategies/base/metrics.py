@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -55,6 +57,22 @@ class GroupGather:
     def close(self) -> None:
         """Forgets the ranks: copies gather over all of them from now on."""
         self._group = None
+
+
+def warn_of_rates(callbacks: Iterable[object], world_size: int, data_size: int) -> None:
+    """Warns of Lightning's callback whose rates count the samples of a data replica several times.
+
+    Args:
+        callbacks: Callbacks of the Trainer.
+        world_size: Number of ranks.
+        data_size: Number of data replicas.
+    """
+    if any(isinstance(callback, ThroughputMonitor) for callback in callbacks):
+        rank_zero_warn(
+            f"ThroughputMonitor counts the samples of each rank, and the {world_size} ranks have"
+            f" those of {data_size} data replica{'s' * (data_size > 1)}. So its rates are"
+            f" {world_size // data_size} times the true ones. StepProfiler counts each sample once."
+        )
 
 
 def metrics_of(callbacks: Iterable[object]) -> list[nn.Module]:

@@ -43,7 +43,7 @@ from lightning_dist.strategies.base.clipping import ClipGradNorm, clip_whole_gra
 from lightning_dist.strategies.base.ending.stopping import stop_training_together
 from lightning_dist.strategies.base.lightning_internals import callbacks_of
 from lightning_dist.strategies.base.lightning_loaders import resume_early_loader
-from lightning_dist.strategies.base.metrics import metrics_of, reduce_metrics_over
+from lightning_dist.strategies.base.metrics import metrics_of, reduce_metrics_over, warn_of_rates
 from lightning_dist.strategies.base.model_checks import (
     check_group_values,
     check_initialised,
@@ -145,7 +145,9 @@ class RunSetup(LayoutFreeCheckpoints):
     def connect_loops(self, trainer: pl.Trainer) -> None:
         """Takes part in Lightning's loops where these call no strategy, until the session ends."""
         if self.mesh.data_size < self.mesh.world_size:  # other ranks see the same samples
-            others = metrics_of(callbacks_of(trainer))
+            callbacks = callbacks_of(trainer)
+            warn_of_rates(callbacks, self.mesh.world_size, self.mesh.data_size)
+            others = metrics_of(callbacks)
             self._undo += (reduce_metrics_over(others, self.data_group),)
         self.guard.connect_signals(self.before_reading, self.finish_save)
         if not self.is_fitting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     WeightAveraging,
 )
 from lightning.pytorch.strategies import Strategy
@@ -231,3 +233,20 @@ def fit_alone() -> dict[str, Tensor]:
     )
     trainer.fit(module, *loaders_of(trainer, None))
     return state_of(module)
+
+
+def rates_warned_of(strategy: Strategy) -> list[str]:
+    module = make_module()
+    module.flops_per_batch = 1
+    monitor = ThroughputMonitor(len)
+    trainer = make_trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[monitor])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, make_loader(8), make_loader(8))
+    return [str(warning.message) for warning in caught if "ThroughputMonitor" in str(warning)]
+
+
+def test_rates_that_count_a_sample_on_each_stage_are_warned_of(workers: WorkerPool) -> None:
+    (text,), _ = workers.run(2, rates_warned_of, PipelineStrategy())
+    assert "2 ranks have those of 1 data replica. So its rates are 2 times the true ones" in text
+    assert workers.run(2, rates_warned_of, DDPStrategy()) == [[], []]
