@@ -22,6 +22,7 @@ from lightning_dist.engine.tensors.dtensor import whole
 from tests.helpers.processes.workers import WorkerPool
 
 ROWS, WIDTH, LENGTH = 12, 6, 5
+CLASS_WEIGHTS = torch.linspace(0.5, 2.0, ROWS, dtype=torch.float64)
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -78,6 +79,16 @@ FLAT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         x.log_softmax(-1), x.detach().roll(1, -1).softmax(-1), reduction="batchmean"
     ),
     "smoothed": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+    "class weights": lambda x, y: F.cross_entropy(x, y, CLASS_WEIGHTS),
+    "class weights and ignored": lambda x, y: F.cross_entropy(
+        x, y.masked_fill(y == 3, -100), weight=CLASS_WEIGHTS
+    ),
+    "class weights of a module": lambda x, y: nn.CrossEntropyLoss(CLASS_WEIGHTS, ignore_index=3)(
+        x, y
+    ),
+    "likelihood of weighted classes": lambda x, y: nn.NLLLoss(CLASS_WEIGHTS, ignore_index=3)(
+        F.log_softmax(x, -1), y
+    ),
     "soft targets": lambda x, y: F.cross_entropy(x, F.one_hot(y, ROWS).to(x.dtype)),
     "two halves": lambda x, y: F.cross_entropy(x.view(-1, 2, ROWS // 2)[:, 0], y % 6),
     "thirds": lambda x, y: F.cross_entropy(
