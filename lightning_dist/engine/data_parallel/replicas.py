@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_dist.engine.common.device_group import DeviceGroup
 from lightning_dist.engine.tensors.dtensor import is_dtensor, local_part
+from lightning_dist.engine.tensors.fingerprints import fingerprint
 
 _BUCKET_BYTES = 25 * 2**20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @torch.no_grad()
@@ -50,15 +50,10 @@ def differing(tensors: Sequence[Tensor], group: DeviceGroup) -> list[Tensor]:
 
 
 def _differ(tensors: Sequence[Tensor], group: DeviceGroup) -> list[bool]:
-    sums = torch.stack([_sum_of_bits(tensor) for tensor in tensors])
-    extremes = torch.stack([sums, -sums]).to(group.device)
+    prints = torch.stack([fingerprint(tensor).cpu() for tensor in tensors])
+    extremes = torch.stack([prints, -prints]).to(group.device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group.group)
     return [bool(differs) for differs in (extremes[0] != -extremes[1]).tolist()]
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return values.view(_INTEGERS[values.itemsize]).sum(dtype=torch.int64).cpu()
 
 
 @torch.no_grad()

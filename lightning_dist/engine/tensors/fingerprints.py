@@ -19,7 +19,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """Returns a number of 64 bits, on a dense tensor's device, that changes with any element."""
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     bits = plain.detach().contiguous().flatten().view(_BITS[plain.element_size()])
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part, weights in _weighted(bits):

@@ -23,6 +23,7 @@ from lightning_dist.engine.data_parallel.replicas import (
     average_gradients,
     average_used,
     broadcast_state,
+    differing,
 )
 
 META = torch.device("meta")
@@ -51,6 +52,24 @@ def test_gradients_are_sent_in_the_dtype_that_is_asked_for(sent: list[Tensor]) -
     average_gradients([parameter], DeviceGroup(REPLICAS.group, torch.device("cpu")), torch.bfloat16)
     assert [tensor.dtype for tensor in sent] == [torch.bfloat16]
     assert torch.equal(parameter.grad, torch.full((2,), 1.5))  # nothing comes from the other one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64], ids=str)
+def test_values_at_other_places_differ(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    first: list[Tensor] = []
+
+    def largest(own: Tensor, op: Any, group: Any) -> None:
+        for other in first:
+            torch.maximum(own, other, out=own)
+        first.append(own.clone())
+
+    monkeypatch.setattr(dist, "all_reduce", largest)
+    group = DeviceGroup(REPLICAS.group, torch.device("cpu"))
+    mask, same = torch.tensor([0, 1, 0, 0, 1]).to(dtype), torch.ones(3, dtype=dtype)
+    differing([mask, same.conj().resolve_conj()], group)  # the first rank
+    found = differing([mask.flip(0), same.conj()], group)
+    assert len(found) == 1
+    assert torch.equal(found[0], mask.flip(0))
 
 
 @pytest.mark.parametrize("wire", [None, torch.float32, torch.bfloat16])
