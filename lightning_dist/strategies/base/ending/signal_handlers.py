@@ -2,8 +2,9 @@
 
 Lightning registers its handlers when all is set up. Until then a signal would end the process at
 any place, among ranks that wait for it. Lightning calls the installed handler beside its own, so
-this one stays in force. A ``KeyboardInterrupt`` in the middle of a step would leave ranks at
-different places. So the first Ctrl-C waits for a batch boundary of all ranks, the second does not.
+this one stays in force, and calls in turn the one that the script has installed. A
+``KeyboardInterrupt`` in the middle of a step would leave ranks at different places. So the first
+Ctrl-C waits for a batch boundary of all ranks, the second does not.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class FlagHandler:
         self._install(self)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Calls ``on_signal`` in the process of the run.
+        """Calls ``on_signal`` in the process of the run, and then the script's own handler.
 
         A forked process has no run to end. A pool's must end by SIGTERM, for the pool waits. But
         SLURM sends its signal to all processes of a job, to the workers of a loader too.
@@ -64,6 +65,8 @@ class FlagHandler:
                 name = self._signum.name
                 text = f"[rank {self._rank}] {name}: all ranks {does} at the next batch.\n"
                 os.write(2, text.encode())
+            if callable(self._before):
+                self._before(signum, frame)
         elif signum == signal.SIGTERM:
             self._install(self._before)
             signal.raise_signal(signum)
