@@ -273,7 +273,8 @@ class PipelineStrategy(MeasuredStages, TracesModels, MovableLayers):
 
     @override
     def evaluate(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
-        self.guard.stop_if_agreed()
+        if not self.is_fitting:  # see `ending.stopping`
+            self.guard.stop_if_agreed()
         arguments = checks.flatten_arguments(args, kwargs)
         with self.stepping():
             return self.session.runner.evaluate(step, arguments, context)

@@ -8,6 +8,9 @@ some batches later: one, or as many as a rank can be ahead of another. A validat
 the clock is decided likewise. In training each step synchronises the ranks, and the guard's
 agreement goes with it. Evaluating replicas share nothing until their metrics are combined, and may
 have different numbers of batches. They agree before each batch that all of them have.
+
+Inside of ``fit`` a validation is not cut short. Lightning would resume it in its middle, with new
+metrics, and callbacks that show other weights meanwhile would have them saved as the trained ones.
 """
 
 from __future__ import annotations

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, PipelineStrategy
 from lightning_dist.checkpoint import load_full
-from tests.helpers.networks.models import Classifier, make_data, make_module, make_trainer, state_of
+from tests.helpers.networks.models import (
+    Classifier,
+    make_data,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
 from tests.helpers.processes.workers import WorkerPool
 
 STRATEGIES: dict[str, Any] = {
@@ -225,3 +232,43 @@ def test_a_run_that_was_told_to_stop_goes_on_exactly(
         assert whole.keys() == resumed.keys()
         for name, value in whole.items():
             assert torch.allclose(value, resumed[name], rtol=1e-12, atol=0), name
+
+
+class SendsInValidation(Sends):
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.num_validated = 0
+
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, self.num_validated)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.num_validated += 1
+
+
+def stop_in_validation(strategy: str, directory: str, epochs: int) -> int:
+    sends = SendsInValidation(signal.SIGTERM)
+    saves = ModelCheckpoint(directory, save_top_k=0, save_on_exception=True)
+    trainer = make_trainer(
+        devices=2,
+        strategy=STRATEGIES[strategy](),
+        callbacks=[sends, saves],
+        enable_checkpointing=True,
+        max_epochs=epochs,
+    )
+    with pytest.raises(SIGTERMException):
+        trainer.fit(make_module(), make_loader(), make_loader(64))
+    return sends.num_validated
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+@pytest.mark.parametrize("epochs", [2])
+def test_a_run_stops_behind_a_validation_which_may_be_the_last(
+    workers: WorkerPool, tmp_path: Path, strategy: str, epochs: int
+) -> None:
+    assert workers.run(2, stop_in_validation, strategy, str(tmp_path), epochs) == [8, 8]
+    (steps,) = saved_in(tmp_path)
+    assert steps == 6 if epochs == 1 else 6 < steps <= 8
