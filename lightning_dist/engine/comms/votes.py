@@ -77,9 +77,8 @@ class StopAgreement:
         self._pending.append(_begin_sum([vote, *flags], self._group))
         return self._pending[-1]
 
-    def go_on(self) -> None:
+    def go_on(self, obeyed: StopReason) -> None:
         """Forgets a reason that all ranks have obeyed. Collective: every rank must call it."""
-        obeyed = self._agreed
         self.close()
         self._agreed = StopReason.NONE
         self._asked.discard(obeyed)

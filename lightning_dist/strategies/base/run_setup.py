@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.splitting.cut import is_cut
 from lightning_dist.engine.splitting.tracing.split import is_traced
 from lightning_dist.engine.tensors.dtensor import is_dtensor
@@ -284,6 +285,8 @@ class RunSetup(LayoutFreeCheckpoints):
         """Called before the callbacks' ``on_train_end``."""
         self.drain()
         self.check_optimizers_agree()
+        asked = gather_objects(self.guard.stop.requested, self.world_group)
+        self.guard.obey(max(asked))  # for what came behind the last batch boundary
 
     def check_optimizers_agree(self) -> None:
         """Checks that optimizers do alike on all ranks. Collective: every rank must call it."""

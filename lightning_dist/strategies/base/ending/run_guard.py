@@ -125,18 +125,26 @@ class RunGuard:
         """Combines the ranks' requests to stop. Collective, once before each batch.
 
         Raises:
-            SIGTERMException: All ranks stop here; uncaught, it ends the process with
-                ``SIGTERM_EXIT_CODE``.
-            KeyboardInterrupt: All ranks stop here.
+            SIGTERMException: As for :meth:`obey`.
+            KeyboardInterrupt: As for :meth:`obey`.
             ValueError: As for :meth:`check_peers`.
             RankFailedError: As for :meth:`check_peers`.
         """
         self.check_peers()
         self._has_boundaries = True
-        reason = self.stop.at_boundary()
+        self.obey(self.stop.at_boundary())
+
+    def obey(self, reason: StopReason) -> None:
+        """Does what the ranks were asked for. Collective: every rank with the same reason.
+
+        Raises:
+            SIGTERMException: All ranks stop here; uncaught, it ends the process with
+                ``SIGTERM_EXIT_CODE``.
+            KeyboardInterrupt: All ranks stop here.
+        """
         if reason is StopReason.REQUEUE:
             assert self._requeue is not None
-            self.stop.go_on()
+            self.stop.go_on(reason)
             self._requeue()  # SLURM ends the job when it sees fit
             return
         self._has_stopped = reason is not StopReason.NONE

@@ -265,7 +265,7 @@ def stop_in_validation(strategy: str, directory: str, epochs: int) -> int:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
-@pytest.mark.parametrize("epochs", [2])
+@pytest.mark.parametrize("epochs", [1, 2])
 def test_a_run_stops_behind_a_validation_which_may_be_the_last(
     workers: WorkerPool, tmp_path: Path, strategy: str, epochs: int
 ) -> None:

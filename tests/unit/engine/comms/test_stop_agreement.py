@@ -33,7 +33,7 @@ def test_a_reason_that_is_obeyed_hides_no_other() -> None:
     agreement.request(StopReason.TERMINATE)
     agreement.request(StopReason.REQUEUE)
     assert agreement.at_boundary() is StopReason.REQUEUE
-    agreement.go_on()
+    agreement.go_on(StopReason.REQUEUE)
     assert agreement.at_boundary() is StopReason.TERMINATE
     assert agreement.requested is StopReason.TERMINATE
 
@@ -47,7 +47,7 @@ def test_a_reason_comes_again_where_it_is_asked_for_again() -> None:
             agreement.request(StopReason.REQUEUE)
         reasons.append(agreement.at_boundary())
         if reasons[-1] is StopReason.REQUEUE:
-            agreement.go_on()
+            agreement.go_on(StopReason.REQUEUE)
     assert [i for i, reason in enumerate(reasons) if reason] == [2, 6]
 
 
