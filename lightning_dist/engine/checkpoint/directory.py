@@ -98,11 +98,26 @@ def refuse_other_folder(target: Path) -> None:
 
 
 def link(path: Path, target: Path) -> None:
-    """Makes a path a relative symbolic link to a checkpoint, in place of what it was."""
+    """Makes a path a relative symbolic link to a checkpoint, in place of what it was.
+
+    A file is copied where a disk has no links, as Lightning does.
+    """
     temporary = temporary_name(path)
     remove(temporary)
-    temporary.symlink_to(os.path.relpath(target, path.parent))
+    try:
+        temporary.symlink_to(os.path.relpath(target, path.parent))
+    except OSError:
+        shutil.copy(target, temporary)
     publish(temporary, path)
+
+
+def move_links(target: Path, successor: Path) -> None:
+    """Points the links beside a checkpoint that lead to it at another one, if both are there."""
+    if target.is_symlink() or not (target.exists() and successor.exists()):
+        return
+    for path in target.parent.iterdir():
+        if path.is_symlink() and os.path.realpath(path) == os.path.realpath(target):
+            link(path, successor)
 
 
 def exchange(one: Path, other: Path) -> bool:

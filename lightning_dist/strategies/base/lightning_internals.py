@@ -315,7 +315,8 @@ def mark_optimizer_called(optimizer: Optimizer) -> None:
 def replace_links(trainer: pl.Trainer, link: Callable[[str, str], None]) -> Undo:
     """Replaces ``_link_checkpoint``, by which ``ModelCheckpoint`` links to its last checkpoint.
 
-    It removes the link before, and links at once, when the checkpoint may not be written yet.
+    It removes the link before it makes another, and does so when the checkpoint may not be written
+    yet.
     ``link`` takes the checkpoint's path and the link's.
     """
     undo = ExitStack()

@@ -1,7 +1,8 @@
 """A strategy's part in checkpoints that a thread writes while training goes on.
 
 A save waits for the one before, copies this rank's state, and begins to write. What Lightning asks
-for behind it, to remove an older checkpoint or to link to this one, waits in the same thread. So at
+for behind it, to remove an older checkpoint or to link to this one, waits in the same thread. A
+link to a checkpoint is moved before that is removed, while Lightning asks for the reverse. So at
 each instant the last whole checkpoint is there, and where ``ckpt_path="last"`` finds it.
 """
 
@@ -23,6 +24,7 @@ from typing_extensions import override
 from lightning_dist.engine.checkpoint import directory
 from lightning_dist.engine.checkpoint.background import BackgroundSaves
 from lightning_dist.engine.checkpoint.joint_save import JointSave
+from lightning_dist.engine.checkpoint.places import is_local
 from lightning_dist.strategies.base import lightning_internals
 from lightning_dist.strategies.base.distributed import DistributedStrategy
 
@@ -31,6 +33,7 @@ class AsyncSaving(DistributedStrategy):
     """Base class; see the module's docstring."""
 
     _saves: BackgroundSaves | None = None  # while a run has them
+    _newest_save: str | None = None  # the path of the last save, which may be under way
 
     def __init__(self, async_save: bool = False, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -47,8 +50,8 @@ class AsyncSaving(DistributedStrategy):
         if self._async_save:
             group = self.group(*self.mesh.sizes, purpose="saves")
             self._saves = BackgroundSaves(group, self.root_device)
-            undo = lightning_internals.replace_links(self.module.trainer, self._link)
-            self._undo_callbacks.callback(undo)
+        undo = lightning_internals.replace_links(self.module.trainer, self._link)
+        self._undo_callbacks.callback(undo)
 
     @override
     def annotate(self, exception: BaseException) -> None:
@@ -94,16 +97,22 @@ class AsyncSaving(DistributedStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        remove = partial(super().remove_checkpoint, filepath)
-        if self._saves is None:
-            remove()
-        else:
-            self._saves.then(remove)
+        newest = self._newest_save
+        if self.is_global_zero and newest is not None and is_local(newest) and is_local(filepath):
+            self._behind_save(partial(directory.move_links, Path(filepath), Path(newest)))
+        self._behind_save(partial(super().remove_checkpoint, filepath))
 
     def _link(self, target: str, path: str) -> None:
-        assert self._saves is not None
         if self.is_global_zero and os.path.abspath(target) != os.path.abspath(path):
-            self._saves.then(partial(directory.link, Path(path), Path(target)))
+            self._behind_save(partial(directory.link, Path(path), Path(target)))
+        if self._saves is None:
+            self.barrier()
+
+    def _behind_save(self, action: Callable[[], None]) -> None:
+        if self._saves is None:
+            action()
+        else:
+            self._saves.then(action)
 
     @override
     def wait_for_save(self) -> None:

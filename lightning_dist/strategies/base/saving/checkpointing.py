@@ -204,6 +204,7 @@ class LayoutFreeCheckpoints(AsyncSaving):
             keep_loader_states(checkpoint, self.data_group)
         with self.file_work(f"saving {path}"):
             self._save(checkpoint, path, storage_options)
+        self._newest_save = path
 
     def _save(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None) -> None:
         if not self.writes_one_file and storage_options is not None:

@@ -120,36 +120,67 @@ def test_no_half_of_a_checkpoint_survives_its_removal(tmp_path: Path, form: str)
     assert list(folder.iterdir()) == []
 
 
-def train(folder: Path, epochs: int, death: str | None = None) -> int:
-    """Trains from the last checkpoint, if there shall be one; gives its first epoch."""
-    if death is not None:
-        without_exchange()
-        die_at(folder, lambda event, names: event == death and names[0].endswith(".saving"))
+def train(folder: Path, epochs: int, save: dict[str, Any], **strategy: Any) -> int:
+    """Trains from the last checkpoint, if there shall be one; returns its first epoch."""
     module = make_module(depth=1)
     begun: list[int] = []
     module.on_train_epoch_start = lambda: begun.append(trainer.current_epoch)
     trainer = make_trainer(
-        strategy=DDPStrategy(save_full=False),
+        strategy=DDPStrategy(**{"save_full": False, **strategy}),
         devices=1,
         max_epochs=epochs,
         enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(folder, save_last=True, save_top_k=0)],
+        callbacks=[ModelCheckpoint(folder, "{epoch}", **save)],
     )
     resume = "last" if epochs > 1 else None
     trainer.fit(module, make_loader(8), make_loader(8), ckpt_path=resume, weights_only=True)
     return begun[0]
 
 
+def train_and_die(
+    folder: Path, epochs: int, save: dict[str, Any], death: tuple[str, str], **strategy: Any
+) -> None:
+    """Trains, and dies before it does something with a file that has such a name."""
+    without_exchange()
+    die_at(folder, lambda event, names: event == death[0] and names[0].endswith(death[1]))
+    train(folder, epochs, save, **strategy)
+
+
 def test_the_last_checkpoint_is_found_between_two_renames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert train(tmp_path, 1) == 0
+    save = {"save_last": True, "save_top_k": 0}
+    assert train(tmp_path, 1, save) == 0
     assert [p.name for p in tmp_path.iterdir()] == [NAME]
-    assert exit_code_of(train, tmp_path, 2, "os.rename") == -signal.SIGKILL
+    death = ("os.rename", ".saving")
+    assert exit_code_of(train_and_die, tmp_path, 2, save, death) == -signal.SIGKILL
     assert {p.name for p in tmp_path.iterdir()} == {".last.ckpt.saving", "last.replaced.ckpt"}
-    assert train(tmp_path, 3) == 1
+    assert train(tmp_path, 3, save) == 1
     assert [p.name for p in tmp_path.iterdir()] == [NAME]
+
+
+FORMS = {
+    "directory": {},
+    "directory, by a thread": {"async_save": True},
+    "file": {"save_full": True},
+}
+
+
+@pytest.mark.some("directory, by a thread")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_link_to_the_last_checkpoint_leads_to_one_while_the_older_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    save, form_of = {"save_last": "link"}, partial(train, **FORMS[form])
+    assert form_of(tmp_path, 1, save) == 0
+    assert (tmp_path / NAME).readlink() == Path("epoch=0.ckpt")
+    death = ("os.remove" if form == "file" else "os.rmdir", ".epoch=0.ckpt.saving")
+    die = partial(train_and_die, **FORMS[form])
+    assert exit_code_of(die, tmp_path, 2, save, death) == -signal.SIGKILL
+    assert load_full(tmp_path / NAME)["epoch"] == 1
+    assert form_of(tmp_path, 3, save) == 2
 
 
 def test_file_systems_of_this_machine_exchange_names(tmp_path: Path) -> None:
