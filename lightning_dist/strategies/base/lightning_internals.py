@@ -140,6 +140,11 @@ def can_stop_early(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop._can_stop_early
 
 
+def is_in_step(trainer: pl.Trainer) -> bool:
+    """Returns whether the batch before has left gradients to accumulate: `_should_accumulate`."""
+    return trainer.fit_loop._should_accumulate()
+
+
 def batches_done(trainer: pl.Trainer) -> tuple[int, int, bool]:
     """Returns the latest epoch, its batches that were trained, and whether the epoch has ended.
 

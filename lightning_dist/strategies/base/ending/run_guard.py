@@ -121,8 +121,11 @@ class RunGuard:
         """Whether this rank was asked to stop when no batch boundary was left."""
         return self.stop.requested is StopReason.TERMINATE and not self._has_stopped
 
-    def stop_if_agreed(self) -> None:
+    def stop_if_agreed(self, *, is_in_step: bool = False) -> None:
         """Combines the ranks' requests to stop. Collective, once before each batch.
+
+        ``is_in_step`` says that gradients wait for those of later batches. No checkpoint has them,
+        so the stop waits, too.
 
         Raises:
             SIGTERMException: As for :meth:`obey`.
@@ -132,7 +135,9 @@ class RunGuard:
         """
         self.check_peers()
         self._has_boundaries = True
-        self.obey(self.stop.at_boundary())
+        reason = self.stop.at_boundary()
+        if not is_in_step:
+            self.obey(reason)
 
     def obey(self, reason: StopReason) -> None:
         """Does what the ranks were asked for. Collective: every rank with the same reason.
@@ -169,7 +174,7 @@ class RunGuard:
         """
 
         def before_batch() -> None:
-            self.stop_if_agreed()
+            self.stop_if_agreed(is_in_step=lightning_internals.is_in_step(self._trainer))
             before_reading()
 
         undo_sigterm = lightning_internals.replace_sigterm_protocol(self._trainer, before_batch)

@@ -195,7 +195,9 @@ def test_ctrl_c_on_one_rank_ends_all_at_one_batch_and_is_saved(
     assert steps > AT_BATCH
 
 
-def terminated_fits(strategy: str, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def terminated_fits(
+    strategy: str, directory: str, accumulate: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Trains with and without a SIGTERM after some batches, from which the run is resumed."""
 
     def fit(*callbacks: L.Callback, path: str | None = None) -> Any:
@@ -205,6 +207,7 @@ def terminated_fits(strategy: str, directory: str) -> tuple[dict[str, Tensor], d
             strategy=STRATEGIES[strategy](),
             callbacks=list(callbacks),
             max_epochs=2,
+            accumulate_grad_batches=accumulate,
             limit_val_batches=0,
             enable_checkpointing=bool(callbacks),
         )
@@ -223,12 +226,14 @@ def terminated_fits(strategy: str, directory: str) -> tuple[dict[str, Tensor], d
     return whole, state_of(fit(path=str(path)))
 
 
-@pytest.mark.some("mesh")
+@pytest.mark.some("1-mesh", "5-ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mesh", "pipeline"])
+@pytest.mark.parametrize("accumulate", [1, 5])
 def test_a_run_that_was_told_to_stop_goes_on_exactly(
-    workers: WorkerPool, tmp_path: Path, strategy: str
+    workers: WorkerPool, tmp_path: Path, strategy: str, accumulate: int
 ) -> None:
-    for whole, resumed in workers.run(2, terminated_fits, strategy, str(tmp_path)):
+    """With five batches to a step, it is told inside of one."""
+    for whole, resumed in workers.run(2, terminated_fits, strategy, str(tmp_path), accumulate):
         assert whole.keys() == resumed.keys()
         for name, value in whole.items():
             assert torch.allclose(value, resumed[name], rtol=1e-12, atol=0), name

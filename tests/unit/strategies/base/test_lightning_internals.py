@@ -133,6 +133,16 @@ def test_a_single_process_comes_to_batch_boundaries_too() -> None:
     assert seen == ["batch"] * 3
 
 
+def test_accumulated_gradients_are_known_before_the_next_batch() -> None:
+    trainer = L.Trainer(accelerator="cpu", barebones=True, max_epochs=2, accumulate_grad_batches=2)
+    seen: list[bool] = []
+    lightning_internals.replace_sigterm_protocol(
+        trainer, lambda: seen.append(lightning_internals.is_in_step(trainer))
+    )
+    trainer.fit(Plain(), DataLoader(torch.ones(3, 1)))
+    assert seen == [False, True, False] * 2
+
+
 class Plain(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
