@@ -20,7 +20,7 @@ from lightning_dist.engine.checkpoint.directory import NotSavedError, refuse_oth
 from lightning_dist.engine.checkpoint.files import load_full, save_full
 from lightning_dist.engine.checkpoint.metadata import reason_of
 from lightning_dist.export import add_arguments as add_export_arguments
-from lightning_dist.export import run_export
+from lightning_dist.export import replaceable_files, run_export
 from lightning_dist.planner import add_arguments as add_plan_arguments
 from lightning_dist.planner import run_plan
 
@@ -30,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lightning_dist")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     merge = commands.add_parser("merge", help="make one Lightning checkpoint file of a sharded one")
-    merge.set_defaults(run=_write, work=_merge)
+    merge.set_defaults(run=_write, work=_merge, replaceable=lambda _: ())
     export = commands.add_parser("export", help="write a checkpoint's weights for other programs")
-    export.set_defaults(run=_write, work=run_export)
+    export.set_defaults(run=_write, work=run_export, replaceable=replaceable_files)
     for command in (merge, export):
         add = command.add_argument
         add("source", metavar="IN", help="a checkpoint: a file, a directory of shards, or a URL")
@@ -63,7 +63,7 @@ def _write(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not target.name or not options.source:
         parser.error(f"IN={options.source!r} and OUT={options.target!r}: name a file.")
     try:
-        refuse_other_folder(target)
+        refuse_other_folder(target, options.replaceable(options))
     except NotSavedError as error:
         parser.error(str(error))
     if target.resolve() in source.resolve().parents:

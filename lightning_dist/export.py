@@ -12,7 +12,7 @@ import importlib
 import io
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -59,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", type=Path, metavar="DIR", help="has the model's config.json, for hf")
 
 
+def replaceable_files(options: argparse.Namespace) -> Sequence[str]:
+    """Returns the patterns of the files of which OUT may consist, if it is a directory."""
+    return _HF_FILES if options.format == "hf" else ()
+
+
 def run_export(options: argparse.Namespace) -> str:
     """Exports under a temporary name, which then becomes the target's; returns what was written.
 
@@ -85,7 +90,7 @@ def run_export(options: argparse.Namespace) -> str:
     directory.remove(temporary)
     with directory.removed_on_failure(temporary):
         _WRITERS[options.format](export, temporary)
-        directory.publish(temporary, target)
+        directory.publish(temporary, target, replaceable_files(options))
     num_tied, num_left = len(export.ties), len(state) - len(export.weights)
     return (
         f"{len(export.weights) - num_tied} tensors. {num_tied} more names are tied to one of them,"
@@ -266,4 +271,5 @@ _WRITERS: Mapping[str, Callable[[Export, Path], None]] = MappingProxyType(
         "hf": _write_hf,
     }
 )
+_HF_FILES = ("config.json", "generation_config.json", "model*.safetensors*")  # of save_pretrained
 _ONNX_BYTES = 2**31  # a file of protobuf's is smaller

@@ -125,7 +125,9 @@ def test_a_checkpoint_at_a_url(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hugging_face_reads_its_format(tmp_path: Path, layout: str) -> None:
+def test_hugging_face_reads_its_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16)
@@ -140,9 +142,16 @@ def test_hugging_face_reads_its_format(tmp_path: Path, layout: str) -> None:
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path / "config")
     words = ("--format", "hf", "--prefix", "network.", "--config", tmp_path / "config")
-    export(source, tmp_path / "out", *words)
+    for _ in range(2):  # a directory of a model alone may be replaced
+        export(source, tmp_path / "out", "--force", *words)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(loaded(TOKENS).logits, module.network(TOKENS).logits)
+    names = {path.name for path in (tmp_path / "out").iterdir()} | {"tokenizer.json"}
+    (tmp_path / "out" / "tokenizer.json").touch()
+    with pytest.raises(SystemExit):
+        export(source, tmp_path / "out", "--force", *words)
+    assert "it has 'tokenizer.json'" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
 RUN_ONNX = """

@@ -13,15 +13,15 @@ import hashlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO
 
 _NAME_BYTES = 255  # the longest name of usual file systems
-# Files of which one is in each checkpoint that is a directory: ours, Lightning's and torch's, and
-# Hugging Face's exports.
-_MARKS = ("lightning.pt", "meta.pt", ".metadata", "model*.safetensors")
+# Files of which one is in each checkpoint that is a directory: ours, Lightning's and torch's.
+_MARKS = ("lightning.pt", "meta.pt", ".metadata")
 
 
 class NotSavedError(OSError):
@@ -55,13 +55,18 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     return aside if not target.exists() and aside.exists() else target
 
 
-def publish(temporary: Path, target: Path) -> None:
+def publish(temporary: Path, target: Path, replaceable: Sequence[str] = ()) -> None:
     """Renames a written and flushed checkpoint to its own path, and removes the one before.
+
+    Args:
+        temporary: The path at which it was written.
+        target: Its own path.
+        replaceable: See :func:`refuse_other_folder`.
 
     Raises:
         NotSavedError: See :func:`refuse_other_folder`.
     """
-    refuse_other_folder(target)
+    refuse_other_folder(target, replaceable)
     flush(temporary)
     aside = aside_name(target)
     if not os.path.lexists(target) or not (_is_folder(temporary) or _is_folder(target)):
@@ -82,18 +87,24 @@ def publish(temporary: Path, target: Path) -> None:
             )
 
 
-def refuse_other_folder(target: Path) -> None:
+def refuse_other_folder(target: Path, replaceable: Sequence[str] = ()) -> None:
     """Refuses a path at which a save would remove other files than a checkpoint.
+
+    Args:
+        target: The path.
+        replaceable: Patterns of names. A directory in which all names match may be removed, too.
 
     Raises:
         NotSavedError: There is a directory of other files.
     """
-    if not _is_folder(target) or any(any(target.glob(mark)) for mark in _MARKS):
+    if not _is_folder(target) or any((target / mark).exists() for mark in _MARKS):
         return
-    if any(target.iterdir()):
+    names = sorted(path.name for path in target.iterdir())
+    others = [name for name in names if not any(fnmatch(name, one) for one in replaceable)]
+    if others:
         raise NotSavedError(
-            f"{target} is a directory of other files, and no checkpoint. A save would remove it."
-            f" Name a path in it, such as {target / 'last.ckpt'}."
+            f"{target} is a directory of other files, and no checkpoint: it has {others[0]!r}. A"
+            f" save would remove it. Name a path in it, such as {target / 'last.ckpt'}."
         )
 
 

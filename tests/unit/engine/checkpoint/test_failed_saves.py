@@ -120,17 +120,20 @@ def test_a_disk_that_is_gone_does_not_hide_the_cause(
         save_full(checkpoint(1), tmp_path / "some.ckpt")
 
 
+@pytest.mark.parametrize("name", ["precious.txt", "model.safetensors"])
 @pytest.mark.parametrize("save", SAVES)
-def test_a_directory_of_other_files_is_never_replaced(tmp_path: Path, save: Save) -> None:
+def test_a_directory_of_other_files_is_never_replaced(
+    tmp_path: Path, save: Save, name: str
+) -> None:
     target = tmp_path / "runs"
     target.mkdir()
     save(checkpoint(1), target)  # an empty one may go
     shutil.rmtree(target) if target.is_dir() else target.unlink()
     target.mkdir()
-    (target / "precious.txt").touch()
-    with pytest.raises(NotSavedError, match=r"runs is a directory of other files.*runs/last.ckpt"):
+    (target / name).touch()
+    with pytest.raises(NotSavedError, match=rf"runs is a dir.*has '{name}'.*runs/last.ckpt"):
         save(checkpoint(2), target)
-    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "precious.txt"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", name]
 
 
 @pytest.mark.parametrize("save", SAVES)
