@@ -84,13 +84,11 @@ def samples_of(batch: Any) -> Samples:
     """Counts the samples of a batch.
 
     Args:
-        batch: Any tree; a :class:`SampleList` has as many samples as entries.
+        batch: Any tree; a :class:`SampleList` in it has as many samples as entries.
 
     Raises:
         ValueError: The tensors disagree, and no list of dicts tells how many samples there are.
     """
-    if isinstance(batch, SampleList):
-        return Samples(len(batch))
     sizes = _sizes(batch)
     outside, records = _without(batch, lambda found: _are(Mapping, found))
     lengths = {len(found) for found in records}
@@ -128,7 +126,8 @@ def _sizes_of_arrays(batch: Any) -> list[int]:
 
 
 def _sizes(tree: Any) -> list[int]:
-    return sorted({len(t) for t in tensors_in(tree) if t.ndim > 0})
+    rest, lists = _without(tree, lambda found: isinstance(found, SampleList))
+    return sorted({len(t) for t in tensors_in(rest) if t.ndim > 0} | set(map(len, lists)))
 
 
 def _without(

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.pipeline.pipeline import Pipeline
+from lightning_dist.strategies.base.loaders.sample_lists import mark_first
 
 _MOST_NAMES = 3
 
@@ -44,7 +45,7 @@ class StartLine(pl.Callback):
     ) -> None:
         if not self._has_printed:
             self._has_printed = True
-            sizes = self._pipeline.microbatch_sizes_of(batch)
+            sizes = self._pipeline.microbatch_sizes_of(mark_first(batch, trainer.train_dataloader))
             rank_zero_info(describe_pipeline(self._pipeline, self._mesh, self._source, sizes))
             are_whole = self._pipeline.asynchronous and len(sizes) == 1
             if self._statistics and not are_whole:

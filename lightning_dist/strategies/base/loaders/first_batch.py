@@ -81,10 +81,12 @@ def read_first_batch(trainer: pl.Trainer, begun: BegunLoaders) -> tuple[Any, int
     loaders, mode = found
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)
     combined = copy.copy(combined)
-    combined.flattened = [begun.first_of(loader) for loader in combined.flattened]
+    whole, flattened = combined.iterables, combined.flattened
+    combined.flattened = [begun.first_of(loader) for loader in flattened]
     combined.limits = None
-    for batch, _, _ in combined:
-        return mark_first(batch, loaders), len(combined.flattened)
+    for batch, _, index in combined:
+        read = flattened[index] if mode == "sequential" else whole
+        return mark_first(batch, read), len(flattened)
     return None
 
 

@@ -8,13 +8,25 @@ As many tensors as samples, each of as many rows, are columns, and so are those 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_dist.engine.tensors.samples import SampleList
+
+_LOADERS: Mapping[str, str] = MappingProxyType(
+    {
+        "training_step": "train_dataloader",
+        "validation_step": "val_dataloaders",
+        "test_step": "test_dataloaders",
+        "predict_step": "predict_dataloaders",
+    }
+)
 
 
 class SampleLists:
@@ -22,39 +34,48 @@ class SampleLists:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self._known: dict[tuple[str, int], bool] = {}
+        self._known: dict[tuple[Any, ...], bool] = {}
 
     def mark(self, batch: Any, step: str, dataloader_idx: int = 0) -> Any:
-        """Returns the batch, as a ``SampleList`` if it is a list with a tensor for each sample."""
-        if not _lists_tensors(batch):
-            return batch
-        key, loader = (step, dataloader_idx), self._loader(step, dataloader_idx)
-        if _collates_by_default(loader):  # it may have been reloaded
-            return batch
-        if key not in self._known or not _have_one_length(batch):
-            found = has_tensor_per_sample(batch, _batch_size_of(loader))
-            if found is None:
-                return batch
-            self._known[key] = found
-        return SampleList(batch) if self._known[key] else batch
+        """Returns the batch, with a ``SampleList`` for each list with a tensor for each sample.
 
-    def _loader(self, step: str, dataloader_idx: int) -> Any:
-        name = {
-            "training_step": "train_dataloader",
-            "validation_step": "val_dataloaders",
-            "test_step": "test_dataloaders",
-            "predict_step": "predict_dataloaders",
-        }[step]
-        loaders = getattr(self._trainer, name)
-        is_several = isinstance(loaders, list | tuple) and step != "training_step"
-        return loaders[dataloader_idx] if is_several else loaders
+        A training batch of several loaders has a batch of each. Lists deeper in a batch stay.
+        """
+        loaders = getattr(self._trainer, _LOADERS[step])
+        if step != "training_step":
+            loaders = CombinedLoader(loaders, "sequential").flattened[dataloader_idx]
+        return _mark(batch, loaders, self._known, (step, dataloader_idx))
 
 
 def mark_first(batch: Any, loader: object) -> Any:
     """Returns a loader's first batch, as :meth:`SampleLists.mark` does later ones."""
-    if not _lists_tensors(batch) or _collates_by_default(loader):
+    return _mark(batch, loader, {}, ())
+
+
+def _mark(
+    batch: Any, loader: Any, known: dict[tuple[Any, ...], bool], place: tuple[Any, ...]
+) -> Any:
+    """Marks a batch, or the parts of one that has a batch of each loader.
+
+    Args:
+        batch: It.
+        loader: Its loader, or a dict, list or tuple of them.
+        known: What earlier batches have told, by place.
+        place: The place of the loader.
+    """
+    if isinstance(loader, dict) and isinstance(batch, dict) and loader.keys() == batch.keys():
+        return {n: _mark(part, loader[n], known, (*place, n)) for n, part in batch.items()}
+    if type(loader) in (list, tuple) and type(batch) is type(loader) and len(batch) == len(loader):
+        parts = zip(batch, loader, strict=True)
+        return type(batch)(_mark(*both, known, (*place, i)) for i, both in enumerate(parts))
+    if not _lists_tensors(batch) or _collates_by_default(loader):  # it may have been reloaded
         return batch
-    return SampleList(batch) if has_tensor_per_sample(batch, _batch_size_of(loader)) else batch
+    if place not in known or not _have_one_length(batch):
+        found = has_tensor_per_sample(batch, _batch_size_of(loader))
+        if found is None:
+            return batch
+        known[place] = found
+    return SampleList(batch) if known[place] else batch
 
 
 def _lists_tensors(batch: Any) -> bool:

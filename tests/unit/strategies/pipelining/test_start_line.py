@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.comms.links import Links
@@ -13,6 +19,7 @@ from lightning_dist.engine.splitting.config import (
     with_whole_batches,
 )
 from lightning_dist.strategies.pipelining.start_line import (
+    StartLine,
     describe_pipeline,
     explain_own_statistics,
     explain_statistics,
@@ -47,6 +54,19 @@ def test_one_line_says_how_a_pipeline_was_cut(
     mesh = MeshShape(pp=3, dp_replicate=2)
     assert describe_pipeline(pipeline, mesh, "net (the blocks of h)", sizes) == line
     pipeline.detach()
+
+
+def test_a_first_batch_may_have_samples_of_different_sizes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipeline = Pipeline(model, PipelineShape("1f1b", 2, (1, 1), 0), Links({}, {}))
+    line = StartLine(pipeline, MeshShape(pp=2), "net", [], are_synced=False)
+    trainer: Any = SimpleNamespace(train_dataloader=DataLoader([0], 4, collate_fn=list))  # type: ignore[arg-type]
+    with caplog.at_level("INFO"):
+        line.on_train_batch_start(trainer, L.LightningModule(), [*map(torch.ones, (5, 3, 4, 4))])
+    pipeline.detach()
+    assert "2 micro-batches of 2 samples" in caplog.text
 
 
 def test_modules_with_batch_statistics_are_found() -> None:

@@ -82,6 +82,39 @@ def test_a_first_batch_is_marked_by_its_loader() -> None:
     assert not isinstance(mark_first(batch, [batch]), SampleList)  # of unknown size
 
 
+def loader_of(collate_fn: Any = list) -> DataLoader[int]:
+    return DataLoader([0], batch_size=8, collate_fn=collate_fn)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [
+        {"a": loader_of(None), "b": loader_of()},
+        [loader_of(None), loader_of()],
+        {"a": [loader_of(None)], "b": loader_of()},
+    ],
+)
+def test_loaders_of_an_evaluation_are_found_by_their_index(loaders: Any) -> None:
+    for step, name in (("validation_step", "val_dataloaders"), ("test_step", "test_dataloaders")):
+        lists = SampleLists(cast(Any, SimpleNamespace(**{name: loaders})))
+        found = [isinstance(lists.mark([torch.ones(5)] * 8, step, i), SampleList) for i in (0, 1)]
+        assert found == [False, True]
+
+
+def test_a_training_batch_of_several_loaders_is_cut_by_each() -> None:
+    trainer = SimpleNamespace(train_dataloader={"a": loader_of(), "b": [loader_of(None)]})
+    batch = {"a": [torch.full((5,), float(i)) for i in range(8)], "b": [torch.arange(8)]}
+    lists = SampleLists(cast(Any, trainer))
+    first, second = split(lists.mark(batch, "training_step"), 2)
+    assert (first.num_samples, second.num_samples) == (4, 4)
+    assert [len(tensor) for tensor in second.content["a"]] == [5] * 4
+    assert [float(tensor[0]) for tensor in second.content["a"]] == [4.0, 5.0, 6.0, 7.0]
+    assert second.content["b"][0].tolist() == [4, 5, 6, 7]
+    batch["a"].pop()
+    with pytest.raises(ValueError, match=r"their first dims are \[7, 8\]"):
+        split(lists.mark(batch, "training_step"), 2)
+
+
 def test_a_list_of_samples_is_cut_between_them() -> None:
     samples = SampleList(torch.full((4,), float(index)) for index in range(5))
     assert batch_size_of(samples) == 5
