@@ -141,6 +141,10 @@ def _build(options: argparse.Namespace, checkpoint: Mapping[str, Any]) -> pl.Lig
         cls = getattr(importlib.import_module(path), name)
     except (AttributeError, ImportError, ValueError) as error:
         raise ValueError(f"--module {options.module}: {error}. Use package.file:Class.") from error
+    if not isinstance(cls, type) or not issubclass(cls, pl.LightningModule):
+        raise ValueError(
+            f"--module {options.module} is no LightningModule. Name the class that was trained."
+        )
     rest = io.BytesIO()
     version = {"pytorch-lightning_version": pl.__version__}
     torch.save({**version, **checkpoint, "state_dict": {}}, rest)

@@ -33,6 +33,7 @@ from lightning_dist.strategies.mesh_runtime.measuring.costs import (
 )
 
 _LATENCY_US = 20.0
+_ACCELERATORS = ("auto", "cpu", "gpu")
 _GLOO, _ETHERNET, _FABRIC = Link(50e-6, 2e9), Link(50e-6, 1.25e9), Link(20e-6, 50e9)
 
 
@@ -173,7 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=sorted(DEVICES), help="count operations for it; default: measure here")
     add(
         "--accelerator",
-        choices=("auto", "cpu", "gpu"),
+        choices=_ACCELERATORS,
         default="auto",
         help="what measures; auto is a GPU if there is one",
     )
@@ -223,10 +224,12 @@ def _read_config(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--config {options.config} must have only these keys: {sorted(vars(options))}"
         )
-    given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in options.words}
+    written = [word for word in options.words if word.startswith("--")]
+    given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in written}
     for name, value in content.items():
         if name not in given:
             setattr(options, name, value)
+    check_choice("accelerator", options.accelerator, _ACCELERATORS)
 
 
 def _price_of(options: argparse.Namespace) -> Price | None:
@@ -283,13 +286,19 @@ def _made(name: str, given: Sequence[str] | dict[str, Any]) -> Any:
             f"{name!r} with {arguments}: {error}. Write PACKAGE:CLASS, like recipes.gpt:GPT, and"
             " its arguments as NAME=VALUE."
         ) from None
-    return kind(**arguments)
+    try:
+        return kind(**arguments)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name!r} with {arguments}: {type(error).__name__}: {error}") from error
 
 
 def _arguments(given: Sequence[str] | dict[str, Any]) -> dict[str, Any]:
     if isinstance(given, dict):
         return given
-    pairs = (word.partition("=") for word in given)
+    for word in given or ():
+        if "=" not in word:
+            raise ValueError(f"{word!r} is no argument. Write NAME=VALUE, as width=64.")
+    pairs = (word.partition("=") for word in given or ())
     return {name: yaml.safe_load(value) for name, _, value in pairs}
 
 

@@ -203,6 +203,8 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     target, text = tmp_path / "out", tmp_path / "text.ckpt"
     target.write_text("precious")
     text.write_text("no checkpoint at all" * 99)
+    listed = tmp_path / "listed.ckpt"
+    torch.save({"state_dict": [torch.ones(1)]}, listed)
     tensor, unsafe = tmp_path / "tensor.ckpt", tmp_path / "unsafe.ckpt"
     torch.save(torch.ones(1), tensor)
     torch.save({"state_dict": {}, "hyper_parameters": {"where": Path()}}, unsafe)
@@ -227,6 +229,9 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "nor a directory": (tmp_path / "none.ckpt", *forced),
         "is no checkpoint, or": (text, *forced),
         "has no 'state_dict'": (tensor, *forced),
+        "no 'state_dict' that is a dict": (listed, *forced),
+        "nn:Linear is no LightningModule": (source, *forced, "--module", "torch.nn:Linear"),
+        "build_gpt is no Light": (source, *forced, "--module", "recipes.gpt:build_gpt"),
         "holds other objects": (unsafe, *forced),
         "needs --config": (source, target, "--force", "--format", "hf"),
         "and --example": (source, *forced[:-1], "onnx", "--module", "recipes.gpt:GPT"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_dist.__main__ import main
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.planning.devices import DEVICES, find_device
 from lightning_dist.engine.planning.search.layout import Layout
+from lightning_dist.planner import _read_config, add_arguments
 from lightning_dist.strategies.mesh import mesh_arguments
 from recipes.gpt import GPT
 
@@ -84,6 +86,17 @@ def test_a_gpu_that_is_measured_is_found_by_its_name(name: str, device: str | No
     assert find_device(name) is (None if device is None else DEVICES[device])
 
 
+def test_arguments_of_the_module_are_no_keys_of_the_file(tmp_path: Path) -> None:
+    parser, path = ArgumentParser(), tmp_path / "ask.yaml"
+    add_arguments(parser)
+    path.write_text("top: 3\nefficiency: 0.6\nmodule_args:\n")
+    words = ["--config", str(path), "--module-args", "efficiency=0.5", "--data-args", "top=2"]
+    options = parser.parse_args(words, Namespace(words=words))
+    _read_config(options)
+    assert (options.top, options.efficiency) == (3, 0.6)
+    assert options.module_args == ["efficiency=0.5"]
+
+
 def test_arguments_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ask.yaml"
     path.write_text(
@@ -95,6 +108,7 @@ def test_arguments_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "The best 2 of" in capsys.readouterr().out
     for text, message in (
         ("wolrd_size: 8", "must have only these keys"),
+        ("accelerator: tpu", "accelerator='tpu' is unknown"),
         ("world_size: [8", "while parsing a flow sequence"),
     ):
         path.write_text(text)
@@ -125,6 +139,9 @@ def test_arguments_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--config nothing.yaml", "No such file or directory: 'nothing.yaml'"),
         ("--module recipes.gpt", "Write PACKAGE:CLASS"),
         ("--module-args widht=3", "unexpected keyword argument 'widht'"),
+        ("--module-args width", "'width' is no argument. Write NAME=VALUE"),
+        ("--module-args width=abc", "'recipes.gpt:GPT' with {'width': 'abc'}: TypeError: "),
+        ("--module-args width=-8", "'recipes.gpt:GPT' with {'width': -8}: RuntimeError: "),
         ("--module recipes.gpt:build_gpt", "The module is a Sequential. Give a LightningModule"),
     ],
 )

@@ -51,8 +51,10 @@ def load_mapped(
             ) from error
     else:
         checkpoint = load_full(path, weights_only=weights_only)
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise ValueError(f"{os.fspath(path)} is no Lightning checkpoint: it has no 'state_dict'.")
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise ValueError(
+            f"{os.fspath(path)} is no Lightning checkpoint: it has no 'state_dict' that is a dict."
+        )
     left_out = (SECTIONS.keys() | OPTIMIZERS) - {"state_dict"}
     return {key: value for key, value in checkpoint.items() if key not in left_out}
 
