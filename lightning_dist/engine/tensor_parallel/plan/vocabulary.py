@@ -112,6 +112,7 @@ def _token_tables(module: nn.Module) -> dict[str, nn.Embedding]:
         for name, part in module.named_modules()
         if is_token_table(part)
         and not has_own_forward(part)
+        and not name.endswith("token_adapter.base_layer")  # peft computes with its weight
         and not any(word in name.lower().rpartition(".")[2] for word in _OTHER_TABLES)
     }
 

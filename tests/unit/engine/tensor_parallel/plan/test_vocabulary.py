@@ -29,6 +29,11 @@ def test_a_weight_that_another_layer_uses_too_stays_whole() -> None:
     assert plan_of(odd) == MLP | {"head": "colwise_gather"}
 
 
+def test_an_embedding_with_trainable_tokens_of_peft_stays_whole() -> None:
+    table = holder(token_adapter=holder(base_layer=nn.Embedding(30, WIDTH)))
+    assert plan_of(holder(tokens=table, mlp=mlp(), head=nn.Linear(WIDTH, 30))) == MLP
+
+
 def test_an_embedding_without_a_head_may_be_the_head_itself() -> None:
     assert plan_of(language_model(mlp=mlp())) == MLP
 
