@@ -25,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("picture", metavar="OUT.png")
     parser.add_argument("traces", metavar="TITLE=TRACE.json", nargs="+")
     options = parser.parse_args(arguments)
+    for trace in options.traces:
+        if "=" not in trace:
+            parser.error(f"{trace} has no title. Write TITLE={trace}.")
     pairs = [trace.split("=", 1) for trace in options.traces]
     timelines = {title: newest_part(read_chrome_trace(path)) for title, path in pairs}
     shortest = min(timeline.makespan_seconds for timeline in timelines.values())

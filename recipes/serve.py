@@ -98,6 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--most-waiting", type=int, default=32, help="more get status 429")
     parser.add_argument("--threads", type=int, default=1, help="of torch; one is best for a few MB")
     options = parser.parse_args(arguments)
+    if options.threads < 1 or options.most_waiting < 1:
+        parser.error(
+            f"--threads {options.threads} and --most-waiting {options.most_waiting}"
+            " must be 1 or more."
+        )
     torch.set_num_threads(options.threads)
     try:
         import uvicorn

@@ -120,7 +120,8 @@ class Tuning:
         recipe: What the file says of itself, for ``python -m recipes list``.
 
     Raises:
-        ValueError: A condition names no parameter, or the storage has an unknown ending.
+        ValueError: The base has no options, a number is too small, a condition names no parameter,
+            or the storage has an unknown ending.
     """
 
     base: str
@@ -147,6 +148,12 @@ class Tuning:
             raise ValueError(
                 f"base={self.base!r} is no file. Name a configuration of recipes.train."
             )
+        if not isinstance(yaml.safe_load(Path(self.base).read_text()), dict):
+            raise ValueError(
+                f"base={self.base!r} has no options. Name a configuration of recipes.train."
+            )
+        if self.max_failures < 1:
+            raise ValueError(f"max_failures={self.max_failures} must be 1 or more.")
         if not self.space or not self.objectives:
             raise ValueError("A study needs at least one parameter in `space` and one objective.")
         known: set[str] = set()

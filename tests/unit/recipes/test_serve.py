@@ -92,6 +92,15 @@ def test_a_missing_extra_is_named(
     assert "uvicorn. Use `pip install 'lightning-dist[serve]'`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [("--threads", "0"), ("--most-waiting", "-1")])
+def test_numbers_are_checked(capsys: pytest.CaptureFixture[str], words: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(["none", *words])
+    said = capsys.readouterr().err
+    assert " ".join(words) in said
+    assert "must be 1 or more" in said
+
+
 @pytest.mark.long
 def test_a_process_serves_under_load(tmp_path: Path) -> None:
     pytest.importorskip("fastapi", reason=NEEDED)

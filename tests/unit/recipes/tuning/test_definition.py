@@ -97,6 +97,8 @@ def test_a_parameter_needs_a_range(entries: dict[str, Any], message: str) -> Non
     ("changed", "message"),
     [
         ({"base": "nix.yaml"}, "base='nix.yaml' is no file"),
+        ({"base": str(Path(__file__).with_name("__init__.py"))}, "has no options"),
+        ({"max_failures": 0}, "max_failures=0 must be 1 or more"),
         ({"space": {}}, "at least one parameter"),
         ({"space": {"a": Parameter("x", 0, 1, when={"b": [1]})}}, "come before it: there are none"),
         ({"storage": "study.csv"}, "must end in .db"),
