@@ -180,12 +180,14 @@ class TraceProgram:
         if self.casts is not None:
             self.casts(structure)
         own, copied = self._structure.parts, dict(structure.named_modules())
-        changed: list[str] = []
+        by_copying = changed_names(own, copied)  # a metric's copy wraps an `update` of its own
+        assigned: list[str] = []
         # In the trace, for torch puts back what it finds changed behind it.
-        structure.register_forward_hook(lambda *_: changed.extend(changed_names(own, copied)))
+        structure.register_forward_hook(lambda *_: assigned.extend(changed_names(own, copied)))
         example = self._examples[key]
         with recorded_reads(structure) as reads, recorded_grad_mode() as answers:
             program = export(structure, example, has_grad=has_grad, autocast=key.autocast)
+        changed = [name for name in assigned if name not in by_copying]
         if changed:
             raise ValueError(
                 f"The forward assigns {changed}, which a graph does not do. Assign such values"

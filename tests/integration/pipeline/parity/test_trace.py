@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
 from lightning_dist import PipelineStrategy
 from tests.helpers.networks.chosen import chosen
@@ -17,10 +18,35 @@ from tests.helpers.networks.traced_models import Pair, ResNet, Task, UNet, make_
 from tests.helpers.processes.workers import WorkerPool
 
 TOLERANCE = 1e-12
+
+
+class Measured(Pair):
+    """Holds a metric and a collection, which wrap methods of theirs anew in each copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError().set_dtype(torch.float64)
+        both = MetricCollection([MeanSquaredError(), MeanAbsoluteError()], prefix="val_")
+        self.errors = both.set_dtype(torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        image = self(x, level=y[:, 0, 0])["image"]
+        self.error(image, y)
+        self.log("train_error", self.error, on_step=False, on_epoch=True)
+        return F.mse_loss(image, y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.errors.update(self(x, level=y[:, 0, 0])["image"], y)
+        self.log_dict(self.errors)
+
+
 MODULES: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "unet": (Task, {"net": UNet}),
     "resnet": (Task, {"net": ResNet}),
     "pair": (Pair, {}),
+    "measured": (Measured, {}),
 }
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "unet 1f1b": ("unet", {"schedule": "1f1b", "num_microbatches": 2, "save_full": True}),
@@ -29,6 +55,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     # The batch is one micro-batch, or its norms would see other samples than a single device's.
     "resnet 1f1b": ("resnet", {"schedule": "1f1b", "num_microbatches": 1}),
     "pair gpipe": ("pair", {"schedule": "gpipe", "num_microbatches": 3}),
+    "measured 1f1b": ("measured", {"schedule": "1f1b", "num_microbatches": 2}),
 }
 
 
@@ -104,7 +131,7 @@ def assert_equal(ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
             assert float((actual - value).abs().max()) < TOLERANCE, name
 
 
-@pytest.mark.some("unet 1f1b")
+@pytest.mark.some("unet 1f1b", "measured 1f1b")
 @pytest.mark.parametrize("run", RUNS)
 def test_equals_a_single_device(trained: list[dict[str, Any]], run: str) -> None:
     state, metrics = fit(RUNS[run][0], 1, None)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_dist.engine.splitting.tracing import program as trace_program
 from lightning_dist.engine.splitting.tracing.reads import equal_state
@@ -249,6 +250,22 @@ def test_what_is_not_read_is_not_compared(traced: list[tuple[int, ...]], class_:
         module.steps += 1
         module.seen.append(module(torch.ones(3, 4)).sum())  # with a graph, which is never copied
     assert len(traced) == num_traces
+
+
+class CountsInMetric(Two):
+    def between(self, x: Tensor) -> Tensor:
+        self.mean.num_calls = 1
+        return x
+
+
+def test_methods_that_copies_wrap_anew_are_no_change() -> None:
+    x = torch.randn(3, 4)
+    module = Two(mean=MeanMetric(), means=MetricCollection({"of_steps": MeanMetric()}))
+    original = copy.deepcopy(module)
+    TracedLayers(module, (x,), {})
+    assert torch.equal(module(x), original(x))
+    with pytest.raises(ValueError, match=r"assigns \['mean.num_calls'\]"):
+        TracedLayers(CountsInMetric(mean=MeanMetric()), (x,), {})
 
 
 class AsksGradMode(Two):
