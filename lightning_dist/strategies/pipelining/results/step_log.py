@@ -294,7 +294,7 @@ class StepLog:
             name = self._metric_names[id(value)]
             if not isinstance(present, Tensor):
                 return None, torch.get_default_dtype(), name
-            return _number(present), _floating(present.dtype), name
+            return _number(present.detach()), _floating(present.dtype), name
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(

@@ -9,7 +9,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MeanSquaredError
 
 from lightning_dist.strategies.pipelining.results.step_log import StepLog
 
@@ -53,6 +53,16 @@ def test_calls_of_one_name_in_a_step_stay_apart() -> None:
     taken = log.take(4)
     assert [call.name for call in taken.calls] == ["head"] * 3
     assert taken.values.tolist() == [(3 * 3.0 + 5.0) / 4, 2.0, 1.0]
+
+
+def test_the_value_of_a_metric_of_the_step_has_no_graph() -> None:
+    module = Logging()
+    module.error = MeanSquaredError()
+    log = StepLog(module)
+    with log.recording(2):
+        module.error(torch.ones(2, requires_grad=True), torch.zeros(2))
+        module.log("error", module.error)
+    assert log.take(2).values.tolist() == [1.0]
 
 
 def test_values_of_a_device_are_not_read() -> None:
