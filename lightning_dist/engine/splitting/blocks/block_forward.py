@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -30,6 +30,7 @@ from lightning_dist.engine.splitting.placed_parameters import PlacedParameters
 from lightning_dist.engine.splitting.remote_layer import RemoteLayer
 from lightning_dist.engine.tensors.module_tree import dotted, set_attribute
 from lightning_dist.engine.tensors.observers import DependenceWatch
+from lightning_dist.engine.tensors.patch import replaced
 from lightning_dist.engine.tensors.tree import flatten, map_tensors, tensors_in
 
 _INSTEAD = (
@@ -143,6 +144,7 @@ class BlockRoute:
         self._forward_run = run = _ForwardRun(span, received, watch)
         try:
             with ExitStack() as stack:
+                stack.enter_context(self._without_nested_tensors())
                 for placed, values in zip(remote, unknown, strict=True):
                     stack.enter_context(placed.in_place(values))
                 stack.enter_context(watch or nullcontext())
@@ -156,6 +158,12 @@ class BlockRoute:
         if watch is not None:
             self._check_end(watch, result)
         return result
+
+    def _without_nested_tensors(self) -> AbstractContextManager[None]:
+        """Lets torch's encoder keep padding in evaluation: its blocks would have to send others."""
+        holder = self._model.get_submodule(self._path.rpartition(".")[0])
+        is_torchs = isinstance(holder, nn.TransformerEncoder)
+        return replaced([(vars(holder), "use_nested_tensor", False)] if is_torchs else [])
 
     def _check_end(self, watch: DependenceWatch, result: Any) -> None:
         """Checks the result, and tensors that modules around the blocks keep for steps to read."""
