@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
+from math import gcd
 from typing import Any
 
 import lightning.pytorch as pl
@@ -124,6 +125,7 @@ class Elastic(pl.Callback):
         if replicas is not None:
             check_count("replicas", replicas, instead="None")
         self._replicas = replicas
+        self._own_number = 1  # of micro-batches in a step, as the Trainer was given it
         self._loaded: Place | None = None
         self._sampler: StepSampler | None = None
         self._undo = ExitStack()
@@ -134,6 +136,7 @@ class Elastic(pl.Callback):
             return
         self._undo.close()  # of a run that has failed
         mesh, own = _mesh_of(trainer), trainer.accumulate_grad_batches
+        self._own_number = own
         trainer.accumulate_grad_batches = self.micro_batches_of(own, mesh.data_size)
         self._undo.callback(setattr, trainer, "accumulate_grad_batches", own)
 
@@ -204,6 +207,10 @@ class Elastic(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":  # Lightning counts its frequency in micro-batches
+                steps = steps_between(config.frequency, self._own_number)
+                config.frequency = steps * trainer.accumulate_grad_batches
         place, self._loaded = self._loaded, None
         if place is None or self._sampler is None:
             return
@@ -217,6 +224,11 @@ class Elastic(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._undo.close()
         self._loaded = self._sampler = None
+
+
+def steps_between(frequency: int, num_microbatches: int) -> int:
+    """Returns after how many steps of some micro-batches a number of these is divided again."""
+    return frequency // gcd(frequency, num_microbatches)
 
 
 def _mesh_of(trainer: pl.Trainer) -> MeshShape:

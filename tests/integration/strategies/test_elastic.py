@@ -39,7 +39,7 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_fewer_and_more_ranks_go_on_with_the_same_steps(
     workers: WorkerPool, tmp_path: Path, strategy: str
 ) -> None:
-    """Of one replica the first stop is inside of a step."""
+    """One replica is told to stop inside of a step."""
     one = 2 if strategy in ("1f1b", "mesh") else 1  # ranks of one replica
     found, whole = tmp_path / "found", tmp_path / "whole"
     assert workers.run(2 * one, fit_to, strategy, str(found), 2, 1) == [143] * 2 * one

@@ -82,17 +82,25 @@ def test_too_few_samples_for_a_step_are_refused() -> None:
 class Regression(L.LightningModule):
     """Notes the samples that it is trained on."""
 
-    def __init__(self) -> None:
+    def __init__(self, frequency: int = 1) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.frequency = frequency
         self.seen: list[float] = []
+        self.rates: list[float] = []
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         self.seen += batch[0].tolist()
         return ((self.weight * batch[0] - 1) ** 2).mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.1)
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.rates += [group["lr"] for group in optimizer.param_groups]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        config = {"scheduler": scheduler, "interval": "step", "frequency": self.frequency}
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 class Raises(L.Callback):
@@ -104,9 +112,11 @@ class Raises(L.Callback):
             raise KeyError("the end of an attempt")
 
 
-def fit(folder: Path, *callbacks: L.Callback, loader: Any = None, **options: Any) -> Regression:
+def fit(
+    folder: Path, *callbacks: L.Callback, loader: Any = None, frequency: int = 1, **options: Any
+) -> Regression:
     """Trains from the last checkpoint on."""
-    module = Regression()
+    module = Regression(frequency)
     save = ModelCheckpoint(folder, save_last=True, save_on_exception=True)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -135,6 +145,22 @@ def test_a_run_goes_on_with_the_step_that_it_was_in(tmp_path: Path) -> None:
     last = fit(tmp_path / "found", Elastic())
     assert last.seen == whole.seen[2 * 10 :]
     assert torch.equal(last.weight, whole.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*logging interval")
+@pytest.mark.parametrize(
+    ("own", "frequency", "steps"), [(1, 2, 2), (2, 2, 1), (2, 3, 3), (2, 4, 2)]
+)
+def test_a_scheduler_steps_behind_the_same_steps(
+    tmp_path: Path, own: int, frequency: int, steps: int
+) -> None:
+    """This replica is one of two that the numbers are meant for, and Lightning's alone."""
+    options = {"frequency": frequency, "max_epochs": 1}
+    alone = fit(tmp_path / "alone", Elastic(), accumulate_grad_batches=own, **options).rates
+    one = fit(tmp_path / "one", Elastic(replicas=2), accumulate_grad_batches=own, **options).rates
+    assert alone == [0.1 * 0.5 ** (step // steps) for step in range(8 // own)]
+    assert one == alone[: len(one)]
+    assert len(one) == 8 // own // 2
 
 
 @pytest.mark.parametrize(
