@@ -62,7 +62,7 @@ class RankWatch:
         )
         users = profiler_of(trainer)
         self.loop = LoopProfiler(users, self._recorder, records_steps=pipeline is None)
-        self._counter: StepCounter | None = StepCounter(view.mesh, module.parameters())
+        self._counter: StepCounter | None = None
         self._layers: LayerProfiler | None = None
         self._layer_costs: Mapping[int, LayerCosts] = {}
         is_traced = isinstance(users, PyTorchProfiler)  # torch runs one at a time
@@ -92,12 +92,15 @@ class RankWatch:
 
     def close(self) -> None:
         """Stops all measurements, and restores the user's profiler."""
-        for meter in (self._counter, self._trace, self._layers):
-            if meter is not None:
-                meter.stop()
+        self._stop_meters()
         self._recorder.take()  # of a window that has not ended
         if profiler_of(self._trainer) is self.loop:
             set_profiler(self._trainer, self.loop.users)
+
+    def _stop_meters(self) -> None:
+        for meter in (self._counter, self._trace, self._layers):
+            if meter is not None:
+                meter.stop()
 
     def _barrier(self) -> None:
         if self.group is not None:
@@ -107,9 +110,12 @@ class RankWatch:
 
     def begin(self, role: Role, *, is_first: bool) -> None:
         """Begins a batch; ``is_first`` says that the batch before had another role."""
-        if role is Role.COUNTED and is_first and self._counter is not None:
+        if not is_first or role is Role.TIMED:
+            return
+        self._stop_meters()  # begun for a batch that was skipped
+        if role is Role.COUNTED:
+            self._counter = StepCounter(self._view.mesh, self._module.parameters())
             self._counter.start()
-        if role is not Role.EXAMINED or not is_first:
             return
         if self._pipeline is not None:  # layers may have moved
             self._layers = self._pipeline.stages.layer_profiler(self._pipeline.recorder)

@@ -164,6 +164,8 @@ class StageBalancer(pl.Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._place_in_window == 0:
+            if self._profiler is not None:  # of a batch that was skipped, with its epoch's rest
+                self._profiler.stop()
             pipeline = _pipeline_of(trainer)
             self._profiled_cut = pipeline.shape.layers_per_stage
             self._profiler = pipeline.stages.layer_profiler(pipeline.recorder)

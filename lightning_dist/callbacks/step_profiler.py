@@ -71,6 +71,7 @@ class StepProfiler(pl.Callback):
         self._torch_profiler = torch_profiler
         self._directory = Path()
         self._batch = 0
+        self._has_begun_batch = False
         self._watch: RankWatch | None = None
         self._torch: profile | None = None
         self._report: ProfileReport | None = None
@@ -105,7 +106,7 @@ class StepProfiler(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         directory = self._trace_dir or trainer.log_dir or "."  # all ranks must ask for `log_dir`
         self._directory = Path(directory)
-        self._batch = 0
+        self._batch, self._has_begun_batch = 0, False
         self._report = self._unpublished = None
         self._watch = RankWatch(trainer, pl_module)
         counted, examined = self._watch.num_counted, self._watch.num_examined
@@ -159,6 +160,10 @@ class StepProfiler(pl.Callback):
         role = self._role
         if role is Role.NOTHING or self._watch is None:
             return
+        # The module may skip a batch, and the rest of its epoch. No hook is called behind it.
+        was_skipped, self._has_begun_batch = self._has_begun_batch, True
+        if was_skipped and role is not Role.TIMED:
+            self._batch = self._plan.first_alike(self._batch)
         self._watch.loop.batch = trainer.fit_loop.total_batch_idx
         self._watch.begin(role, is_first=self._plan.role(self._batch - 1) is not role)
 
@@ -194,6 +199,7 @@ class StepProfiler(pl.Callback):
     ) -> None:
         role, plan, number, watch = self._role, self._plan, self._batch, self._watch
         self._batch += 1
+        self._has_begun_batch = False
         if role is Role.NOTHING or watch is None:
             return
         if role is Role.TIMED:

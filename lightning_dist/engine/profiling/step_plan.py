@@ -65,6 +65,12 @@ class StepPlan:
             return Role.EXAMINED
         return Role.TIMED if place < self.num_examined + self.active_steps else Role.NOTHING
 
+    def first_alike(self, batch: int) -> int:
+        """Returns the first of the batches in a row, up to this one, that have its role."""
+        while batch > 0 and self.role(batch - 1) is self.role(batch):
+            batch -= 1
+        return batch
+
     def begins_timing(self, batch: int) -> bool:
         """Returns whether a batch is the first of those that are timed together."""
         return self.role(batch) is Role.TIMED and self.role(batch - 1) is Role.EXAMINED

@@ -94,6 +94,30 @@ def test_the_better_cut_is_found_and_known_everywhere(
     assert metrics["balance/measured_step_seconds"] > 0
 
 
+class Skipping(Lopsided):
+    """Skips the rest of the first epoch from its second batch on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 1 else None
+
+
+def fit_skipping() -> tuple[bool, list[int]]:
+    balancer = StageBalancer(every_n_steps=4, warmup_steps=1, measured_steps=2)
+    strategy = PipelineStrategy(num_microbatches=4, partition=[2, 2])
+    options = {"callbacks": [balancer], "limit_val_batches": 0, "max_epochs": 2}
+    module = make_module(Skipping)
+    counts: list[int] = []
+    layers = [*module.model]
+    module.on_train_end = lambda: counts.extend(len(layer._forward_hooks) for layer in layers)
+    loader = DataLoader(make_data(8 * 4), batch_size=8)
+    make_trainer(devices=2, strategy=strategy, **options).fit(module, loader, loader)
+    return balancer.balance is not None, counts
+
+
+def test_a_skipped_batch_leaves_no_hooks_at_the_layers(workers: WorkerPool) -> None:
+    assert workers.run(2, fit_skipping) == [(True, [0] * 4)] * 2
+
+
 def fit_in_many_ways() -> Any:
     moved = fit("1f1b", 4, [3, 1], action="rebalance")
     # Each layer takes 3.7 kB (weights, gradients, momentum) and what is in flight.

@@ -31,6 +31,7 @@ def test_roles_of_batches() -> None:
     assert [b for b in range(16) if plan.begins_timing(b)] == [6, 11]
     assert [b for b in range(16) if plan.ends_timing(b)] == [7, 12]
     assert plan.role(-1) is Role.NOTHING
+    assert [plan.first_alike(batch) for batch in range(8)] == [0, 0, 0, 3, 3, 5, 6, 6]
 
 
 def test_where_gradients_accumulate_an_optimizer_step_is_counted_and_examined() -> None:
