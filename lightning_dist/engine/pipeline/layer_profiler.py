@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -97,7 +97,11 @@ class LayerProfiler:
         forwards, own_forwards = self._of_forwards()
         backwards, own_backwards = self._of_backwards()
         updates = self._spans(SpanKind.UPDATE)
-        steps = [after.end_seconds - before.end_seconds for before, after in pairwise(updates)]
+        steps = [
+            after.end_seconds - before.end_seconds
+            for stretch in self._stretches(SpanKind.UPDATE)  # no evaluation is between two updates
+            for before, after in pairwise(stretch)
+        ]
         of_layers: dict[int, list[LayerCosts]] = defaultdict(list)
         before: set[nn.Parameter] = set()
         for index, part in enumerate(self._parts):
@@ -159,10 +163,14 @@ class LayerProfiler:
         self._gradients.append((index, self._recorder.mark()))
 
     def _spans(self, kind: SpanKind) -> list[Span]:
+        return sorted(chain(*self._stretches(kind)), key=lambda span: span.start_seconds)
+
+    def _stretches(self, kind: SpanKind) -> list[list[Span]]:
         begin = self._recorder.seconds(self._start)
-        spans = (s for part in self._recorder.stretches().values() for s in part)
-        found = [s for s in spans if s.kind is kind and s.start_seconds >= begin]
-        return sorted(found, key=lambda span: span.start_seconds)
+        return [
+            [span for span in spans if span.kind is kind and span.start_seconds >= begin]
+            for spans in self._recorder.stretches().values()
+        ]
 
     def _of_forwards(self) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
         seconds = self._recorder.seconds

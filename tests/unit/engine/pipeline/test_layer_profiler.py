@@ -116,6 +116,17 @@ def test_layers_and_what_is_around_them() -> None:
     assert found.step_seconds == 0.25 + 3.0 + 0.5 + 7.0 + 2.0
 
 
+def test_an_evaluation_between_two_updates_is_no_part_of_a_step() -> None:
+    rank = Rank((1.0, 3.0))
+    rank.profiler.start()
+    for evaluation in (0.0, 0.0, 100.0, 100.0):
+        if evaluation:
+            rank.recorder.interrupt()
+        rank.clock.now += evaluation
+        rank.update()
+    assert rank.profiler.profile().step_seconds == 2.0
+
+
 def test_what_a_backward_runs_again_is_part_of_it() -> None:
     rank = Rank((1.0, 3.0), kind=Recomputed)
     rank.profiler.start()
