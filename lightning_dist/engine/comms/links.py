@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from lightning_dist.engine.comms.channel import Receiver, Sender
+from lightning_dist.engine.schedules.registry import PipelineShape
 
 Key = TypeVar("Key")
 
@@ -37,3 +38,20 @@ class ChannelEnds(Generic[Key]):
 
 Links: TypeAlias = ChannelEnds[tuple[int, int]]
 """The channels of one rank between neighbouring stages, by the stage that sends and the other."""
+
+
+def check_links(links: Links, shape: PipelineShape) -> None:
+    """Checks that a rank's channels are those between its stages and their neighbours.
+
+    Raises:
+        ValueError: The channels have been opened for stages in other places.
+    """
+    own, pairs = {*shape.stages}, ((s, s + 1) for s in range(shape.num_stages - 1))
+    wanted = {pair for pair in pairs if own & {*pair}}
+    found = {(min(ends), max(ends)) for ends in (*links.outgoing, *links.incoming)}
+    if found != wanted:
+        raise ValueError(
+            f"Open the channels by `connect(..., rank_of_stage={list(shape.rank_of_stage)})`: rank"
+            f" {shape.rank} has the stages {list(shape.stages)} under {shape.schedule!r}, and"
+            f" channels between the stages {sorted(found)}, not {sorted(wanted)}."
+        )

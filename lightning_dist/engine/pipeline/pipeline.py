@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.engine.comms.links import Links
+from lightning_dist.engine.comms.links import Links, check_links
 from lightning_dist.engine.pipeline.gradients import EarlierGradients, install
 from lightning_dist.engine.pipeline.loss_weights import AverageWeight, LossWeights
 from lightning_dist.engine.pipeline.microbatch import Microbatch, split
@@ -75,7 +75,7 @@ class Pipeline:
         microbatch_sizes: Samples of each micro-batch of the latest batch.
 
     Raises:
-        ValueError: The module cannot be cut so.
+        ValueError: The module cannot be cut so, or the links are those of other stages.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Pipeline:
     ) -> None:
         layers = layers_in(sequence)
         check_shape(layers, shape, shared)
+        check_links(links, shape)
         cut(layers, shape.layers_per_stage, shape.stages)
         self.links = links
         self.recorder = Recorder(shape.rank if rank is None else rank, options.device)

@@ -143,3 +143,14 @@ def test_a_cut_of_other_layers_is_an_error() -> None:
     for cut, count in (((1,), 1), ((3,), 3)):
         with pytest.raises(ValueError, match=f"is a cut of {count} layers, and there are 2"):
             Pipeline(model, PipelineShape("1f1b", 1, cut, 0), links)
+
+
+def test_channels_of_other_stages_are_an_error() -> None:
+    model, links = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), connect_in_memory(range(2))
+    for rank, stages in ((0, "0, 3"), (1, "1, 2")):
+        shape = PipelineShape("zbv", 4, (1, 1, 1, 1), rank, stages_per_rank=2)
+        message = rf"`connect\(..., rank_of_stage=\[0, 1, 1, 0\]\)`.*has the stages \[{stages}\]"
+        with pytest.raises(ValueError, match=message):
+            Pipeline(model, shape, links[rank])
+    assert len(model) == 4
+    assert all(isinstance(layer, nn.Linear) for layer in model)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
-from lightning_dist.engine.comms.links import Links
+from lightning_dist.engine.comms.connect import connect_in_memory
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.schedules.registry import PipelineShape
 from lightning_dist.engine.splitting.config import (
@@ -50,7 +50,8 @@ def test_one_line_says_how_a_pipeline_was_cut(
     schedule: str, count: int, sizes: tuple[int, ...], line: str
 ) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    pipeline = Pipeline(model, PipelineShape(schedule, count, (1, 2, 1), 0), Links({}, {}))
+    links = connect_in_memory(range(3))[0]
+    pipeline = Pipeline(model, PipelineShape(schedule, count, (1, 2, 1), 0), links)
     mesh = MeshShape(pp=3, dp_replicate=2)
     assert describe_pipeline(pipeline, mesh, "net (the blocks of h)", sizes) == line
     pipeline.detach()
