@@ -61,7 +61,8 @@ def test_a_first_batch_may_have_samples_of_different_sizes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    pipeline = Pipeline(model, PipelineShape("1f1b", 2, (1, 1), 0), Links({}, {}))
+    links = connect_in_memory(range(2))[0]
+    pipeline = Pipeline(model, PipelineShape("1f1b", 2, (1, 1), 0), links)
     line = StartLine(pipeline, MeshShape(pp=2), "net", [], are_synced=False)
     trainer: Any = SimpleNamespace(train_dataloader=DataLoader([0], 4, collate_fn=list))  # type: ignore[arg-type]
     with caplog.at_level("INFO"):
