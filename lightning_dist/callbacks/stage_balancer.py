@@ -27,7 +27,7 @@ from lightning_dist.callbacks import output
 from lightning_dist.callbacks.output import Media, log_at_once
 from lightning_dist.callbacks.sharded_weight_averaging import ShardedWeightAveraging
 from lightning_dist.engine.common.device_group import gather_objects
-from lightning_dist.engine.common.names import check_choice, check_positive
+from lightning_dist.engine.common.names import check_choice, check_count, check_positive
 from lightning_dist.engine.pipeline.layer_profiler import LayerProfiler
 from lightning_dist.engine.pipeline.pipeline import Pipeline
 from lightning_dist.engine.planning.balance import Balance, find_balance, memory_limit, step_seconds
@@ -116,12 +116,14 @@ class StageBalancer(pl.Callback):
         action: Literal["report", "rebalance"] = "report",
         memory_cap_bytes: float | None = None,
     ) -> None:
-        if not 1 <= measured_steps <= every_n_steps or warmup_steps < 0 or not 0 <= min_gain < 1:
+        if not 1 <= measured_steps <= every_n_steps:
             raise ValueError(
                 f"measured_steps={measured_steps} must be between 1 and every_n_steps="
-                f"{every_n_steps}, warmup_steps={warmup_steps} not negative and min_gain={min_gain}"
-                " in [0, 1)."
+                f"{every_n_steps}. For a short run pass measured_steps= and warmup_steps=, too."
             )
+        check_count("warmup_steps", warmup_steps, at_least=0)
+        if not 0 <= min_gain < 1:
+            raise ValueError(f"min_gain={min_gain} must be a share of a step, in [0, 1).")
         check_choice("action", action, ("report", "rebalance"))
         if memory_cap_bytes is not None:
             check_positive("memory_cap_bytes", memory_cap_bytes)
