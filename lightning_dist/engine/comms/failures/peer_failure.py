@@ -86,7 +86,8 @@ class Failure:
     def to_exception(self) -> Exception:
         """Creates the exception that the other ranks raise."""
         if self.is_value_error:
-            return ValueError(f"{self.summary}\n(raised on rank {self.rank})")
+            said = self.summary.partition(": ")[2] or self.summary  # without the class
+            return ValueError(f"{said}\n(raised on rank {self.rank})")
         error = RankFailedError(str(self))
         if self.details:
             error.__cause__ = RemoteTraceback(self.details)

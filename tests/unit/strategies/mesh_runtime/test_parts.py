@@ -56,7 +56,9 @@ def test_a_failure_becomes_the_same_error_elsewhere() -> None:
     except ValueError as error:
         failure = Failure.from_exception(2, error)
     assert str(failure) == "Rank 2 failed first: ValueError: bad value"
-    assert isinstance(failure.to_exception(), ValueError)
+    assert repr(failure.to_exception()) == repr(ValueError("bad value\n(raised on rank 2)"))
+    error = Failure(1, "stage.NotCalledError: no call", is_value_error=True).to_exception()
+    assert repr(error) == repr(ValueError("no call\n(raised on rank 1)"))
     error = Failure(1, "KeyError: 'k'", "Traceback ...\n").to_exception()
     assert isinstance(error, RankFailedError)
     assert "Traceback ..." in str(error.__cause__)
