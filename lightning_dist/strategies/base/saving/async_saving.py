@@ -97,10 +97,12 @@ class AsyncSaving(DistributedStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
+        if not self.is_global_zero:  # not asked by the thread: a stage's step shows another rank
+            return
         newest = self._newest_save
-        if self.is_global_zero and newest is not None and is_local(newest) and is_local(filepath):
+        if newest is not None and is_local(newest) and is_local(filepath):
             self._behind_save(partial(directory.move_links, Path(filepath), Path(newest)))
-        self._behind_save(partial(super().remove_checkpoint, filepath))
+        self._behind_save(partial(self.checkpoint_io.remove_checkpoint, filepath))
 
     def _link(self, target: str, path: str) -> None:
         if self.is_global_zero and os.path.abspath(target) != os.path.abspath(path):

@@ -237,8 +237,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
 
         def write(group: dist.ProcessGroup | None, whole: dict[str, Any] | None) -> None:
             def write_file() -> None:
-                if whole is not None:
-                    super(LayoutFreeCheckpoints, self).save_checkpoint(whole, path, storage_options)
+                if whole is not None:  # on the first rank
+                    self.checkpoint_io.save_checkpoint(whole, path, storage_options)
 
             if self.world_size == 1:
                 write_file()

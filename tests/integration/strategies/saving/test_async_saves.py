@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -104,6 +105,44 @@ def test_what_is_written_later_is_what_was_saved(
     now, later = (load_full(tmp_path / f"{is_async}.ckpt") for is_async in (False, True))
     assert later["global_step"] == SAVED_AT + 1
     assert equal(now, later)
+
+
+class WritingInSteps(Classifier):
+    """Lets the thread write while a step runs, in which ranks of a pipeline are shown another."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx in (2, 4):
+            self.gate.set()
+            time.sleep(0.3)
+            self.gate.clear()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.gate.set()
+
+
+def save_in_steps(folder: str, save_full: bool) -> None:
+    gate = threading.Event()
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_last="link")
+    strategy = PipelineStrategy(num_microbatches=1, async_save=True, save_full=save_full)
+    trainer = make_trainer(
+        strategy=strategy, devices=2, max_epochs=1, enable_checkpointing=True, callbacks=[saves]
+    )
+    with slow_saves(gate):
+        trainer.fit(make_module(WritingInSteps, gate=gate), make_loader(), make_loader())
+
+
+@pytest.mark.parametrize("save_full", [False, True])
+def test_what_is_written_in_a_step_of_stages_is_written_and_removed_by_the_first_rank(
+    workers: WorkerPool, tmp_path: Path, save_full: bool
+) -> None:
+    workers.run(2, save_in_steps, str(tmp_path), save_full)
+    assert {path.name for path in tmp_path.iterdir()} == {"step=6.ckpt", "last.ckpt"}
+    assert load_full(tmp_path / "last.ckpt")["global_step"] == 6
 
 
 class Needs(L.Callback):
