@@ -98,9 +98,9 @@ def _join(values: Sequence[Any], read: list[int]) -> Any:
     if isinstance(first, tuple):
         parts = [_join(column, read) for column in zip(*values, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
-    if isinstance(first, Tensor) and all(v.shape[1:] == first.shape[1:] and v.ndim for v in values):
+    if all(isinstance(v, Tensor) and v.ndim and v.shape[1:] == first.shape[1:] for v in values):
         joined = torch.cat(list(values))
-    elif isinstance(first, list):
+    elif all(isinstance(v, list) for v in values):
         joined = [entry for value in values for entry in value]
     else:
         found = {str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in values}

@@ -45,5 +45,9 @@ def test_what_cannot_be_joined() -> None:
         predict(lambda batch: batch.sum())
     with pytest.raises(ValueError, match=r"cannot join \(2, 2\), \(3, 3\)"):
         predict(lambda batch: batch.expand(-1, len(batch)))
+    with pytest.raises(ValueError, match=r"cannot join \(3, 1\), str"):
+        predict(lambda batch: batch if len(batch) == 3 else "none")
+    with pytest.raises(ValueError, match=r"cannot join \(2, 1\), list"):
+        predict(lambda batch: [1.0, 2.0, 3.0] if len(batch) == 3 else batch)
     with pytest.raises(ValueError, match="3 rows or entries"):
         predict(lambda batch: batch[:1])

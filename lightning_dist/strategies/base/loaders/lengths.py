@@ -268,7 +268,7 @@ class EvaluationLengths(LoaderEnds):
         return ValueError(
             f"The ranks have {shown} batches to {self._verb}, and {tie}: the ones with more would"
             f" wait for the others for ever. {advice} a sampler that shares the samples out evenly,"
-            f" like Lightning's own, or {self._advice}."
+            f" like torch's DistributedSampler, or {self._advice}."
         )
 
     @property
