@@ -84,12 +84,15 @@ class ShardedWeightAveraging(pl.Callback):
         self._forget()  # what an earlier run has left
 
     @override
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._averages:
+            self._keep_own(pl_module)
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._averages:  # they are there when a checkpoint has been loaded
             self._take(pl_module)
-        # A checkpoint is loaded before the module is cut and is on its device.
-        named = pl_module.named_parameters()
-        self._averages = {name: self._averages[name].to(p.device) for name, p in named}
+        self._keep_own(pl_module)
         self._last_step = trainer.global_step
         # Lightning asks callbacks for no checkpoint of weights alone, but the module.
         save = partial(self._save_weights, pl_module, pl_module.on_save_checkpoint)
@@ -102,7 +105,14 @@ class ShardedWeightAveraging(pl.Callback):
             )
 
     def _take(self, module: pl.LightningModule) -> None:
-        self._averages = {name: p.detach().clone() for name, p in module.named_parameters()}
+        # By all names of a tied parameter, of which a stage may have another than the first.
+        named = module.named_parameters(remove_duplicate=False)
+        self._averages = {name: p.detach().clone() for name, p in named}
+
+    def _keep_own(self, module: pl.LightningModule) -> None:
+        """Keeps this rank's: a checkpoint is loaded before the module is cut and on its device."""
+        named = module.named_parameters()
+        self._averages = {name: self._averages[name].to(p.device) for name, p in named}
 
     @override
     def on_train_batch_end(
@@ -143,6 +153,7 @@ class ShardedWeightAveraging(pl.Callback):
                 " ShardedWeightAveraging out."
             )
         self._take(module)
+        self._keep_own(module)
 
     @torch.no_grad()
     def _swap(self, module: pl.LightningModule) -> None:
