@@ -274,7 +274,7 @@ def _measures_on_gpu(accelerator: str) -> bool:
     return has_gpu and accelerator != "cpu"
 
 
-def _made(name: str, given: Sequence[str] | dict[str, Any]) -> Any:
+def _made(name: str, given: Sequence[str] | dict[str, Any] | None) -> Any:
     """Returns what a class or a function of this name makes of arguments."""
     package, _, attribute = name.partition(":")
     arguments = _arguments(given)
@@ -292,14 +292,16 @@ def _made(name: str, given: Sequence[str] | dict[str, Any]) -> Any:
         raise ValueError(f"{name!r} with {arguments}: {type(error).__name__}: {error}") from error
 
 
-def _arguments(given: Sequence[str] | dict[str, Any]) -> dict[str, Any]:
+def _arguments(given: Sequence[str] | dict[str, Any] | None) -> dict[str, Any]:
     if isinstance(given, dict):
         return given
+    found = {}
     for word in given or ():
-        if "=" not in word:
+        name, is_given, value = word.partition("=")
+        if not is_given:
             raise ValueError(f"{word!r} is no argument. Write NAME=VALUE, as width=64.")
-    pairs = (word.partition("=") for word in given or ())
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
+        found[name] = yaml.safe_load(value)
+    return found
 
 
 def _batch_of(source: Any) -> Any:

@@ -251,12 +251,12 @@ class ShardedWeightAveraging(pl.Callback):
             self._take(pl_module)  # they were in `state_dict`
             latest = {"state_dict": checkpoint["current_model_state"]}
             trainer.strategy.load_model_state_dict(latest, strict=pl_module.strict_loading)
-        elif self.state_key in checkpoint["callbacks"]:
-            step = checkpoint["global_step"]
-            if self._updates_due(step):
-                rank_zero_warn(
-                    f"The checkpoint of step {step} has averaged weights, and not the latest ones"
-                    " beside them: it was saved after `validate`, `test` or `predict`. Training"
-                    " goes on from the average, with a new average. Save checkpoints in `fit`, or"
-                    " right after it, to go on with both."
-                )
+            return
+        step = checkpoint["global_step"]
+        if self.state_key in checkpoint["callbacks"] and self._updates_due(step):
+            rank_zero_warn(
+                f"The checkpoint of step {step} has averaged weights, and not the latest ones"
+                " beside them: it was saved after `validate`, `test` or `predict`. Training goes on"
+                " from the average, with a new average. Save checkpoints in `fit`, or right after"
+                " it, to go on with both."
+            )

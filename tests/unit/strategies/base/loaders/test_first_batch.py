@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
+from lightning_dist.engine.tensors.samples import SampleList
 from lightning_dist.strategies.base.loaders.first_batch import (
     BegunLoaders,
     ResumedLoader,
@@ -152,6 +153,20 @@ def test_loaders_that_are_read_one_after_the_other_are_not_begun() -> None:
     trainer.state.fn = TrainerFn.TESTING
     trainer.test_loop._data_source.instance = [[1, 2], Unread()]
     assert read_first_batch(trainer, BegunLoaders()) == (1, 2)
+
+
+def test_a_list_of_samples_is_known_by_its_own_loader() -> None:
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    samples: Any = [torch.ones(5)] * 8
+    loaders = {"a": DataLoader(samples, batch_size=4, collate_fn=list), "b": [1]}
+    trainer.test_loop._data_source.instance = loaders
+    trainer.state.fn = TrainerFn.TESTING
+    evaluated: Any = read_first_batch(trainer, BegunLoaders())
+    assert isinstance(evaluated[0], SampleList)
+    trainer.fit_loop._data_source.instance = loaders
+    trainer.state.fn = TrainerFn.FITTING
+    trained: Any = read_first_batch(trainer, BegunLoaders())
+    assert isinstance(trained[0]["a"], SampleList)
 
 
 def test_there_may_be_none() -> None:
