@@ -173,11 +173,12 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _quantised(values: Tensor) -> Tensor:
     """Returns the message of each row: its integers, then the scales of their blocks, as bytes."""
-    blocks = values.unflatten(-1, (-1, BLOCK))
+    blocks = values.to(_wide(values.dtype)).unflatten(-1, (-1, BLOCK))
     scales = (blocks.abs().amax(-1, keepdim=True) / _LARGEST).float()
-    steps = scales.to(values.dtype)
     # A block of zeros has the scale zero. Of one with an infinity any integers will do.
-    integers = (blocks / steps.where(steps > 0, 1.0)).round_().to(torch.int8)
+    steps = scales.where(scales > 0, 1.0).to(blocks.dtype)
+    # A scale near the smallest float32 is rounded so much that it would take more than 127 steps.
+    integers = (blocks / steps).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
     return torch.cat([_bytes_of(integers.flatten(-2)), _bytes_of(scales.flatten(-2))], -1)
 
 
@@ -186,8 +187,13 @@ def _restored(messages: Tensor, dtype: torch.dtype) -> Tensor:
     length = messages.shape[-1] * BLOCK // (BLOCK + 4)
     integers = messages[..., :length].contiguous().view(torch.int8)
     scales = messages[..., length:].contiguous().view(torch.float32)
-    blocks: Tensor = integers.unflatten(-1, (-1, BLOCK)).to(dtype)
-    return blocks.mul_(scales.unsqueeze(-1).to(dtype)).flatten(-2)
+    blocks: Tensor = integers.unflatten(-1, (-1, BLOCK)).to(_wide(dtype))
+    return blocks.mul_(scales.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype to compute in: in half precision an element may round to 128 steps."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _drop_not_finite(lost: Tensor) -> Tensor:
