@@ -59,6 +59,7 @@ class ShardOptimizer:
             if parameter not in self._copies:
                 self._copies[parameter] = nn.Parameter(torch.empty_like(parameter))
             self._copies[parameter].copy_(parameter)
+            vars(self._copies[parameter]).update(vars(parameter))  # the optimizer may read them
         self.weights = [self._copies[parameter] for parameter in shard]
         for index, group in enumerate(optimizer.param_groups):
             if index == len(self._own_keys):
