@@ -81,7 +81,7 @@ def note_unfrozen(root: nn.Module) -> None:
 
     Under mixed precision such a unit has no dtype for its gradients, and its first backward fails.
     """
-    for group in _param_groups(root):
+    for group in param_groups(root):
         if getattr(group, "_orig_dtype", "unknown") is None:  # the root has been called
             group._init_mp_dtypes()
 
@@ -93,7 +93,7 @@ def skip_never_gathered(roots: Iterable[nn.Module]) -> Iterator[None]:
     Under mixed precision FSDP2 looks for the gradient of each parameter behind a backward after
     which it reduces nothing, and fails for want of a gathered copy.
     """
-    parameters = [p for root in roots for group in _param_groups(root) for p in group.fsdp_params]
+    parameters = [p for root in roots for group in param_groups(root) for p in group.fsdp_params]
     # They have a dtype from the root's first forward on.
     called = [p for p in parameters if hasattr(p, "reduce_dtype")]
     never = [parameter for parameter in called if not hasattr(parameter, "_unsharded_param")]
@@ -107,29 +107,8 @@ def skip_never_gathered(roots: Iterable[nn.Module]) -> Iterator[None]:
             parameter.reduce_dtype = dtype
 
 
-class KeptGradients:
-    """The gradients that FSDP2 keeps of backwards after which it reduces nothing.
-
-    Under mixed precision they are kept in the dtype in which they will be reduced. FSDP2 does not
-    reduce them together with gradients in another dtype, which parameters have that are used in the
-    last of the backwards only, or in none.
-    """
-
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
-        self._groups = [group for root in roots for group in _param_groups(root)]
-
-    def complete(self) -> None:
-        """Adds zeros for the parameters of which no gradient is kept; call it before a backward."""
-        for group in self._groups:
-            found = [(p, p.unsharded_accumulated_grad) for p in group.fsdp_params]
-            dtypes = [gradient.dtype for _, gradient in found if gradient is not None]
-            for parameter, gradient in found if dtypes else ():
-                if gradient is None and parameter.sharded_param.requires_grad:
-                    zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtypes[0])
-                    parameter.unsharded_accumulated_grad = zeros.requires_grad_(False)
-
-
-def _param_groups(root: nn.Module) -> Iterator[Any]:
+def param_groups(root: nn.Module) -> Iterator[Any]:
+    """Yields the groups of parameters of all units in a module."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             yield from groups_of(module)

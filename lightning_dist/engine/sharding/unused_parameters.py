@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_dist.engine.sharding.fully_shard import KeptGradients, is_left_whole
+from lightning_dist.engine.sharding.fully_shard import is_left_whole
+from lightning_dist.engine.sharding.kept_gradients import KeptGradients
 
 
 class UnusedParameters:
@@ -40,7 +40,7 @@ class UnusedParameters:
     ) -> None:
         self._module = module
         self._group = group
-        self._kept = KeptGradients(cast(nn.Module, root) for root in roots)
+        self._kept = KeptGradients(roots)
         self._sharded: dict[str, nn.Parameter] = {}
         self._units = ["", *units]
         self._not_hooked: dict[str, list[str]] = {}  # in each unit and those inside of it
@@ -57,6 +57,10 @@ class UnusedParameters:
     def are_supported_by(roots: Sequence[FSDPModule]) -> bool:
         """Returns whether FSDP2 can reduce zeros for missing gradients, as since torch 2.13."""
         return all(hasattr(root, "set_reduce_scatter_unused_params") for root in roots)
+
+    def begin_update(self) -> None:
+        """Forgets backwards for an update that never came."""
+        self._reached.clear()
 
     def begin_step(self) -> None:
         """Records the sharded parameters; call it before each step's forward."""

@@ -179,7 +179,8 @@ class ShardedStrategy(ShardedPlacement):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         # Behind the hooks that freeze and unfreeze, ahead of all contexts of the step.
-        self.sharded.begin_batch()
+        first_of_update = batch_idx % self.module.trainer.accumulate_grad_batches == 0
+        self.sharded.begin_batch(begins_update=first_of_update and not self.is_manual)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

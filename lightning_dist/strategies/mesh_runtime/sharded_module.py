@@ -28,6 +28,7 @@ from lightning_dist.engine.sharding.fully_shard import (
     reshard,
     skip_never_gathered,
 )
+from lightning_dist.engine.sharding.kept_gradients import KeptGradients
 from lightning_dist.engine.sharding.manual_steps import ManualSteps
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
 from lightning_dist.engine.sharding.unused_parameters import UnusedParameters
@@ -80,6 +81,7 @@ class ShardedModule:
         self._tensor_parallel = composed.tensor_parallel
         self._shards = composed.shards
         self._logits = None if composed.tensor_parallel is None else composed.tensor_parallel.logits
+        self._kept_gradients = KeptGradients(self._shards)
         self._entered: set[nn.Module] = set()
         self._are_trained = b""  # a flag for each parameter
         for root in self._roots if self._shards else ():
@@ -142,10 +144,14 @@ class ShardedModule:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def begin_batch(self) -> None:
-        """Prepares for a training batch. Collective: every rank must call it."""
+    def begin_batch(self, *, begins_update: bool) -> None:
+        """Prepares for a training batch, which may be the first that an update accumulates."""
         if not self._shards:
             return
+        if begins_update:
+            self._kept_gradients.drop()
+            if self._unused is not None:
+                self._unused.begin_update()
         are_trained = bytes(p.requires_grad for p in self.module.parameters())
         if are_trained != self._are_trained:
             self._are_trained = are_trained
