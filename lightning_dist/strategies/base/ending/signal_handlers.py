@@ -63,7 +63,7 @@ class FlagHandler:
             if not printed:  # launchers report a stop as a failure
                 does = "stop" if signum == signal.SIGTERM else "save"
                 name = self._signum.name
-                text = f"[rank {self._rank}] {name}: all ranks {does} at the next batch.\n"
+                text = f"[rank {self._rank}] {name}: all ranks {does} at a coming batch.\n"
                 os.write(2, text.encode())
             if callable(self._before):
                 self._before(signum, frame)
@@ -107,7 +107,7 @@ class InterruptHandler:
         if self._is_waiting or os.getpid() != self._process or not self._on_signal():
             signal.default_int_handler(signum, frame)
         self._is_waiting = True
-        os.write(2, b"\nAll ranks stop at the next batch. Once more: this one stops at once.\n")
+        os.write(2, b"\nAll ranks stop at a coming batch. Once more: this one stops at once.\n")
 
     def remove(self) -> None:
         """Restores Python's own handler."""

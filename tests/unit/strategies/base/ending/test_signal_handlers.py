@@ -53,7 +53,7 @@ def test_a_signal_that_comes_again_at_once_is_told_once(monkeypatch: pytest.Monk
         signal.raise_signal(signal.SIGTERM)
     finally:
         handler.remove()
-    assert told == [b"[rank 0] SIGTERM: all ranks stop at the next batch.\n"]
+    assert told == [b"[rank 0] SIGTERM: all ranks stop at a coming batch.\n"]
 
 
 def test_sigterm_is_ours_and_the_users_before_and_with_lightnings_handlers(
@@ -68,7 +68,7 @@ def test_sigterm_is_ours_and_the_users_before_and_with_lightnings_handlers(
         handler = FlagHandler(trainer, signal.SIGTERM, lambda: ours.append("signal"))
         signal.raise_signal(signal.SIGTERM)
         assert ours == users == ["signal"]
-        assert capfd.readouterr().err == "[rank 0] SIGTERM: all ranks stop at the next batch.\n"
+        assert capfd.readouterr().err == "[rank 0] SIGTERM: all ranks stop at a coming batch.\n"
         lightning_internals.replace_sigterm_protocol(trainer, lambda: None)
         trainer._signal_connector.register_signal_handlers()
         signal.raise_signal(signal.SIGTERM)
