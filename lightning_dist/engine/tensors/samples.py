@@ -28,7 +28,11 @@ from lightning_dist.engine.tensors.tree import map_leaves, tensors_in
 
 
 class SampleList(list[Any]):
-    """A batch, or a part of one, with a tensor for each sample; its pieces are plain lists."""
+    """A batch, or a part of one, with an entry for each sample; its pieces are plain lists."""
+
+
+class SampleTuple(tuple[Any, ...]):
+    """As :class:`SampleList`, of a tuple; its pieces are plain tuples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Samples:
 
         Such entries are names, numbers, arrays, or dicts.
         """
-        if isinstance(tree, SampleList):
+        if isinstance(tree, SampleList | SampleTuple):
             return True
         if isinstance(tree, np.ndarray):
             return tree.ndim > 0 and len(tree) == self.count
@@ -84,7 +88,7 @@ def samples_of(batch: Any) -> Samples:
     """Counts the samples of a batch.
 
     Args:
-        batch: Any tree; a :class:`SampleList` in it has as many samples as entries.
+        batch: Any tree; a :class:`SampleList` or tuple in it has as many samples as entries.
 
     Raises:
         ValueError: The tensors disagree, and no list of dicts tells how many samples there are.
@@ -126,7 +130,7 @@ def _sizes_of_arrays(batch: Any) -> list[int]:
 
 
 def _sizes(tree: Any) -> list[int]:
-    rest, lists = _without(tree, lambda found: isinstance(found, SampleList))
+    rest, lists = _without(tree, lambda found: isinstance(found, SampleList | SampleTuple))
     return sorted({len(t) for t in tensors_in(rest) if t.ndim > 0} | set(map(len, lists)))
 
 

@@ -1,14 +1,17 @@
-"""Recognise batches that are lists with a tensor for each sample.
+"""Recognise lists and tuples with an entry for each sample.
 
 ``[x, y]`` of default collation has the samples in the tensors' first dim. A list of images or of
 sequences, from a user's ``collate_fn``, has one tensor per sample. If the tensors are of equal
 length, the batch itself does not tell. Then the loader's batch size does, on the first whole batch.
 As many tensors as samples, each of as many rows, are columns, and so are those of later batches.
+
+``tuple(zip(*samples))`` gives such a tuple for each column, ``(images, labels)``. Lists and tuples
+inside of a batch, and the batch that is a tuple, are known by the batch size alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +20,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_dist.engine.tensors.samples import SampleList
+from lightning_dist.engine.tensors.samples import SampleList, SampleTuple
+from lightning_dist.engine.tensors.tree import tensors_in
 
 _LOADERS: Mapping[str, str] = MappingProxyType(
     {
@@ -30,16 +34,16 @@ _LOADERS: Mapping[str, str] = MappingProxyType(
 
 
 class SampleLists:
-    """Marks batches with a tensor for each sample, for the pipeline to cut the list."""
+    """Marks lists and tuples with an entry for each sample, for the pipeline to cut them."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._known: dict[tuple[Any, ...], bool] = {}
 
     def mark(self, batch: Any, step: str, dataloader_idx: int = 0) -> Any:
-        """Returns the batch, with a ``SampleList`` for each list with a tensor for each sample.
+        """Returns the batch, with a ``SampleList`` for each list with an entry for each sample.
 
-        A training batch of several loaders has a batch of each. Lists deeper in a batch stay.
+        A tuple becomes a ``SampleTuple``. A training batch of several loaders has one of each.
         """
         loaders = getattr(self._trainer, _LOADERS[step])
         if step != "training_step":
@@ -68,14 +72,51 @@ def _mark(
     if type(loader) in (list, tuple) and type(batch) is type(loader) and len(batch) == len(loader):
         parts = zip(batch, loader, strict=True)
         return type(batch)(_mark(*both, known, (*place, i)) for i, both in enumerate(parts))
-    if not _lists_tensors(batch) or _collates_by_default(loader):  # it may have been reloaded
+    if _collates_by_default(loader):  # it may have been reloaded
         return batch
+    if not _lists_tensors(batch):
+        return _mark_columns(batch, _batch_size_of(loader), known, place)
     if place not in known or not _have_one_length(batch):
         found = has_tensor_per_sample(batch, _batch_size_of(loader))
         if found is None:
             return batch
         known[place] = found
     return SampleList(batch) if known[place] else batch
+
+
+def _mark_columns(
+    tree: Any, batch_size: int | None, known: dict[tuple[Any, ...], bool], place: tuple[Any, ...]
+) -> Any:
+    """Marks lists and tuples in a batch whose entries are trees of tensors like each other.
+
+    Of dicts for each sample :mod:`.engine.tensors.samples` finds out by itself.
+    """
+    tensors = tensors_in(tree)
+    if batch_size is None or not tensors:
+        return tree
+    if type(tree) is dict:
+        return {n: _mark_columns(e, batch_size, known, (*place, n)) for n, e in tree.items()}
+    if type(tree) not in (list, tuple):
+        return tree
+    if place not in known and _are_alike(tree):
+        if any(tensor.ndim > 0 and len(tensor) == batch_size for tensor in tensors):
+            known[place] = False
+        elif len(tree) == batch_size:
+            known[place] = True
+    if known.get(place, False):
+        return SampleList(tree) if type(tree) is list else SampleTuple(tree)
+    parts = enumerate(tree)
+    return type(tree)(_mark_columns(e, batch_size, known, (*place, i)) for i, e in parts)
+
+
+def _are_alike(entries: Iterable[Any]) -> bool:
+    """Returns whether entries, which are no dicts, have tensors of the same dtypes and dims."""
+    found = set()
+    for entry in entries:
+        if isinstance(entry, Mapping):
+            return False
+        found.add(tuple((tensor.dtype, tensor.ndim) for tensor in tensors_in(entry)))
+    return len(found) == 1 and found != {()}
 
 
 def _lists_tensors(batch: Any) -> bool:

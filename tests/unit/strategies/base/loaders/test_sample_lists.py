@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_dist.engine.pipeline.microbatch import split
-from lightning_dist.engine.tensors.samples import SampleList, batch_size_of
+from lightning_dist.engine.tensors.samples import SampleList, SampleTuple, batch_size_of
 from lightning_dist.strategies.base.loaders.sample_lists import (
     SampleLists,
     has_tensor_per_sample,
@@ -60,7 +60,57 @@ def test_later_batches_are_as_the_first_whole_one() -> None:
     assert marked([torch.ones(8)] * 8, [torch.ones(5), torch.ones(3)], last) == [False, True, True]
     assert marked(whole, [torch.ones(8)] * 8) == [True, True]
     assert marked(whole, tuple(whole), collate_fn=None) == [False, False]
-    assert marked(torch.ones(8, 5), (torch.ones(5),) * 8, [], [whole]) == [False] * 4
+    assert marked(torch.ones(8, 5), [], [whole]) == [False] * 3
+
+
+def test_columns_that_are_lists_and_tuples_are_marked() -> None:
+    whole, last = (torch.ones(5),) * 8, (torch.ones(5),) * 3
+    loader = DataLoader([0], batch_size=8, collate_fn=list)  # type: ignore[arg-type]
+    lists = SampleLists(cast(Any, SimpleNamespace(train_dataloader=loader)))
+    for images in (whole, last):
+        size = len(images)
+        labels = tuple(range(size))
+        batch = {"x": images, "both": [(image, torch.ones(())) for image in images], "y": labels}
+        found = lists.mark(batch, "training_step")
+        assert type(found["x"]) is SampleTuple
+        assert type(found["both"]) is SampleList
+        assert found["y"] is labels
+        first, second = split(found, 2)
+        assert [len(part.content["x"]) for part in (first, second)] == [size - size // 2, size // 2]
+        assert type(first.content["x"]) is tuple
+        assert first.content["y"] == labels[: first.num_samples]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.ones(8, 2), torch.ones(8, 2)),  # two views
+        (torch.ones(8, 2), torch.ones(8)),
+        [(torch.ones(8), torch.ones(8)), torch.ones(8)],
+        ((torch.ones(5, 2), torch.ones(5)) * 4),  # not alike, so no samples
+        [[{"boxes": torch.ones(5, 4)}] * 8],
+    ],
+    ids=str,
+)
+def test_other_columns_stay(batch: Any) -> None:
+    loader = DataLoader([0], batch_size=8, collate_fn=list)  # type: ignore[arg-type]
+    lists = SampleLists(cast(Any, SimpleNamespace(train_dataloader=loader)))
+    assert not tree_has_marks(lists.mark(batch, "training_step"))
+
+
+def test_two_views_stay_columns_in_a_last_batch() -> None:
+    loader = DataLoader([0], batch_size=2, collate_fn=list)  # type: ignore[arg-type]
+    lists = SampleLists(cast(Any, SimpleNamespace(train_dataloader=loader)))
+    for size in (2, 1):
+        batch = ((torch.ones(size, 3),) * 2, torch.ones(size))
+        assert not tree_has_marks(lists.mark(batch, "training_step"))
+
+
+def tree_has_marks(tree: Any) -> bool:
+    if isinstance(tree, SampleList | SampleTuple):
+        return True
+    values = tree.values() if isinstance(tree, dict) else tree
+    return isinstance(tree, dict | list | tuple) and any(map(tree_has_marks, values))
 
 
 @pytest.mark.parametrize("collations", [(list, None), (None, list)])
