@@ -8,11 +8,31 @@ from __future__ import annotations
 from typing import NoReturn
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from torch import nn
 
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.sharding.fully_shard import is_left_whole
 from lightning_dist.engine.tensors.dtensor import is_dtensor
 from lightning_dist.engine.tensors.patch import gradient_hooks_of, has_gradient_hooks
+
+
+def check_same_hooks(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Checks that all ranks have hooks on the same gradients. Collective.
+
+    A hook that reads a sharded gradient waits for the other ranks.
+    """
+    own = [name for name, p in module.named_parameters() if has_gradient_hooks(p)]
+    first, *others = gather_objects(own, group)
+    for rank, other in enumerate(others, 1):
+        for name in sorted({*first} ^ {*other}):
+            here, there = (0, rank) if name in first else (rank, 0)
+            raise ValueError(
+                f"The parameter {name!r} has a hook on rank {here}, and none on rank {there}, as"
+                " `WandbLogger.watch(model)` puts them on rank 0 alone. A hook that reads a sharded"
+                " gradient waits for all ranks. Log norms in `on_before_optimizer_step` instead, or"
+                " put the hook on all ranks, or use DDPStrategy."
+            )
 
 
 def check_hooks(module: pl.LightningModule) -> None:

@@ -41,7 +41,7 @@ from lightning_dist.strategies.base.precision_plugin import half_precision_of, p
 from lightning_dist.strategies.base.rank_view import RankView
 from lightning_dist.strategies.mesh_runtime import checks, replica_checks
 from lightning_dist.strategies.mesh_runtime.first_call import TracesModels
-from lightning_dist.strategies.mesh_runtime.hook_check import check_hooks
+from lightning_dist.strategies.mesh_runtime.hook_check import check_hooks, check_same_hooks
 from lightning_dist.strategies.mesh_runtime.kept_sharding import KeptSharding, find_sharding
 from lightning_dist.strategies.mesh_runtime.layout_line import describe_rounds
 from lightning_dist.strategies.mesh_runtime.local_replicas import LocalReplicas
@@ -216,6 +216,8 @@ class ShardedPlacement(TracesModels, LocalReplicas):
             replica_checks.check_whole(self.module)
         else:
             checks.check_shardable(self.module, self._shard_config.policy.is_manual)
+            if self.has_units or self.mesh.tp > 1:
+                check_same_hooks(self.module, self.world_group)
             if self.has_units:
                 check_hooks(self.module)
         if self.mesh.pp > 1 or self.mesh.tp > 1:

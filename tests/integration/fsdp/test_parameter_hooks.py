@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_dist import FSDPStrategy, MeshStrategy
+from lightning_dist import FSDPStrategy, MeshStrategy, TensorParallelStrategy
 from tests.helpers.networks.models import (
     Classifier,
     make_loader,
@@ -26,6 +27,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "replicas": partial(FSDPStrategy, shard_size=1),
     "each": partial(FSDPStrategy, sync_every_microstep=True),
     "stages": partial(MeshStrategy, pp=2, dp_shard=2),
+    "tensor": partial(TensorParallelStrategy, plan={"model.0": "colwise", "model.3": "rowwise"}),
 }
 DEVICES = {"stages": 4}
 
@@ -131,3 +133,19 @@ def test_hooks_on_gradients_that_are_complete_once_for_several_batches_are_refus
 ) -> None:
     for text in workers.run(2, refusal, "fsdp", "behind", "on_train_start", 2):
         assert "sync_every_microstep=True" in text
+
+
+def refusal_of_rank_zeros(name: str) -> str:
+    module = make_module(Classifier, depth=2)
+    if os.environ["RANK"] == "0":  # as `WandbLogger.watch` does
+        module.get_parameter("model.3.weight").register_hook(lambda _: None)
+    trainer = make_trainer(devices=2, strategy=STRATEGIES[name]())
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the caller matches the text)
+        trainer.fit(module, make_loader(32), make_loader(8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tensor"])
+def test_hooks_of_rank_zero_alone_are_refused_on_all_ranks(workers: WorkerPool, name: str) -> None:
+    for text in workers.run(2, refusal_of_rank_zeros, name):
+        assert text.startswith("The parameter 'model.3.weight' has a hook on rank 0, and none")
