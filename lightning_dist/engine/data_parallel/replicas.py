@@ -188,10 +188,11 @@ def _placed(own: Tensor, like: Tensor) -> Tensor:
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     buckets: list[list[Tensor]] = []
     for _, run in groupby(tensors, key=lambda t: t.dtype):
-        filled = _BUCKET_BYTES
+        buckets.append([])
+        filled = 0
         for tensor in run:
             num_bytes = tensor.numel() * tensor.element_size()
-            if filled + num_bytes > _BUCKET_BYTES:
+            if buckets[-1] and filled + num_bytes > _BUCKET_BYTES:
                 buckets.append([])
                 filled = 0
             buckets[-1].append(tensor)

@@ -37,6 +37,15 @@ def test_gradients_and_weights_are_averaged_on_the_device(sent: list[Tensor]) ->
     assert [(tensor.device, tensor.numel()) for tensor in sent] == [(META, 8), (META, 6)]
 
 
+def test_tensors_without_elements_are_averaged_with_others(sent: list[Tensor]) -> None:
+    empty = [torch.zeros(0, dtype=dtype, device=META) for dtype in (torch.float32, torch.float64)]
+    average([empty[0], torch.zeros(2, device=META), empty[1]], REPLICAS)
+    assert [(tensor.dtype, tensor.numel()) for tensor in sent] == [
+        (torch.float32, 2),
+        (torch.float64, 0),
+    ]
+
+
 def test_only_a_replica_that_lacks_a_gradient_reads_who_has_one(sent: list[Tensor]) -> None:
     parameters = [nn.Parameter(torch.zeros(size, device=META)) for size in (2, 3)]
     gradients = [torch.zeros_like(parameter) for parameter in parameters]
