@@ -8,8 +8,8 @@ have to wait for them, so all ranks take an outcome some batches later.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,7 +179,8 @@ class StepRunner:
         self._rates.begin_batch()
 
         # Published before the last backwards' weight halves, or other ranks would wait for them.
-        try:
+        place = f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}"
+        with _naming(f"`training_step`, {place}"):
             self._pipeline.train_batch(
                 batch,
                 step,
@@ -188,12 +189,6 @@ class StepRunner:
                 seed=self._seed(),
                 on_results=publish,
             )
-        except NotCalledError as error:
-            place = f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}"
-            mistake = ValueError(f"`training_step`, {place}: {error}")
-            for note in getattr(error, "__notes__", []):
-                mistake.add_note(note)
-            raise mistake from None  # it says all; with a cause it would not be shown briefly
         asked_alone = trainer.should_stop and not self._pipeline.stages.has_last
         trainer.should_stop = stopped_before or asked_alone
         self._deliver(self._num_held_back(), in_batch=True)
@@ -240,9 +235,10 @@ class StepRunner:
         name = _EVALUATION_STEPS[stage]
         batch = self._sample_lists.mark(batch, name, *rest[1:])
         step = self._step(method, context, rest)
-        results = self._pipeline.evaluate_batch(
-            batch, step, self._evaluation_microbatches, seed=self._seed()
-        )
+        with _naming(f"`{name}`"):
+            results = self._pipeline.evaluate_batch(
+                batch, step, self._evaluation_microbatches, seed=self._seed()
+            )
         self._check_comparison(name)
         self._publish(results, batch, (name, *rest[1:]))
         outcome = self._outcomes.next()
@@ -327,6 +323,18 @@ class StepRunner:
         if not self._pipeline.asynchronous or trainer.is_last_batch or is_last_step:
             return 0
         return min(self._pipeline.lag, self._pipeline.batches_since_drain)
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Puts the place of a step that does not call the model ahead of the error's words."""
+    try:
+        yield
+    except NotCalledError as error:
+        mistake = ValueError(f"{place}: {error}")
+        for note in getattr(error, "__notes__", []):
+            mistake.add_note(note)
+        raise mistake from None  # it says all; with a cause it would not be shown briefly
 
 
 def _size_of(batch: Any) -> int:

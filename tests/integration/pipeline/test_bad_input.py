@@ -96,6 +96,11 @@ class NotAtAll(Classifier):
         return torch.zeros((), requires_grad=True)
 
 
+class ValidatesWithout(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
 class Five(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +185,13 @@ CASES: dict[str, tuple[int, type[L.LightningModule], dict[str, Any], dict[str, A
     ),
     "called twice": (2, Twice, {}, {}, r"called the pipelined module more than once"),
     "not called": (2, NotAtAll, {}, {}, r"without a call of the pipelined module"),
+    "validated without": (
+        2,
+        ValidatesWithout,
+        {},
+        {},
+        r"^`validation_step`: The step ended without",
+    ),
     "skipped": (
         2,
         SkipsOne,
