@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.engine.comms.channel import Inbox, PeerLostError
+from lightning_dist.engine.tensors.observers import is_profiling
 
 # A thread that outlives this has a peer that died without closing its connection.
 CLOSE_SECONDS = 10.0
@@ -44,7 +45,15 @@ class HostOutbox:
         self._thread.start()
 
     def keep(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
-        """Keeps the tensors of sends that have begun; returns at once."""
+        """Keeps the tensors of sends that have begun; returns at once, but under a profiler.
+
+        The thread would end the profiler's records of them, maybe while the profiler itself ends
+        and reads them, which torch does not survive.
+        """
+        if is_profiling():
+            for work in works:
+                work.wait()
+            return
         self._pending.put((works, tensors))
 
     def check(self) -> None:

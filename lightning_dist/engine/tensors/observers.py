@@ -210,3 +210,8 @@ class CallWatch:
         finally:
             self._after(self._module, args, output)
         return output
+
+
+def is_profiling() -> bool:
+    """Returns whether torch's profiler runs in this thread; no public function says so."""
+    return torch.autograd._profiler_enabled()

@@ -14,6 +14,8 @@ import torch
 from torch.autograd.profiler import profile as autograd_profile
 from torch.profiler import record_function
 
+from lightning_dist.engine.tensors.observers import is_profiling
+
 _MEMORY = "[memory]"  # Kineto's name of an allocation, and of its end
 _MARK = "lightning_dist::mark "
 
@@ -41,7 +43,7 @@ class PeakMeter:
 
     def __enter__(self) -> PeakMeter:
         """Makes ready to count."""
-        if self._device.type == "cpu" and not _is_profiling():
+        if self._device.type == "cpu" and not is_profiling():
             # It reads this at its first use; else it prints when it starts and stops.
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             self._profile = autograd_profile(use_kineto=True, profile_memory=True)
@@ -89,8 +91,3 @@ class PeakMeter:
 
     def _note(self, of: Hashable, num_bytes: int) -> None:
         self.peaks[of] = max(self.peaks.get(of, 0), num_bytes)
-
-
-def _is_profiling() -> bool:
-    """Returns whether a profiler runs in this thread; no public function says so."""
-    return torch.autograd._profiler_enabled()
