@@ -48,7 +48,6 @@ class LoopProfiler(Profiler):
         self.summary = users.summary  # type: ignore[method-assign]
         self.describe = users.describe  # type: ignore[method-assign]
         self.setup = users.setup  # type: ignore[method-assign]
-        self.teardown = users.teardown  # type: ignore[method-assign]
         self.listens = False
         self.annotates = False
         self.batch = 0

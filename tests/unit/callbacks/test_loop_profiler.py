@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import time
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -20,12 +21,16 @@ class Users(Profiler):
     def __init__(self) -> None:
         super().__init__()
         self.heard: list[str] = []
+        self.num_ends = 0
 
     def start(self, action_name: str) -> None:
         self.heard.append(f"+{action_name}")
 
     def stop(self, action_name: str) -> None:
         self.heard.append(f"-{action_name}")
+
+    def teardown(self, stage: str | None) -> None:
+        self.num_ends += 1
 
     def summary(self) -> str:
         return "theirs"
@@ -34,6 +39,14 @@ class Users(Profiler):
 def loop_of(*, records_steps: bool = True) -> tuple[LoopProfiler, Users, Recorder]:
     users, recorder = Users(), Recorder(3, torch.device("cpu"))
     return LoopProfiler(users, recorder, records_steps=records_steps), users, recorder
+
+
+def test_the_users_profiler_outlives_the_loops() -> None:
+    """Lightning's profilers tear themselves down when they are freed."""
+    loop, users, _ = loop_of()
+    del loop
+    gc.collect()
+    assert users.num_ends == 0
 
 
 def run_batch(loop: LoopProfiler) -> None:
