@@ -137,7 +137,9 @@ class Inbox:
         except queue.Empty:
             raise TimeoutError(
                 f"Nothing came from rank {self._peer} for timeout_s={self._timeout_seconds:g}"
-                " seconds. Raise `timeout_s` if a step may take longer than that."
+                " seconds. Raise `timeout_s` if a step may take longer than that. Else look for"
+                " code in a step or a hook that only some ranks run, and that waits for others: a"
+                " collective, or a call of the model."
             ) from None
         if not isinstance(item, BaseException):
             return item

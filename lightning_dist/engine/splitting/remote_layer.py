@@ -25,7 +25,8 @@ from lightning_dist.engine.tensors.skeleton import skeleton_of
 
 _READ_THERE = (
     "Use it where the layer runs only, or put both uses on one stage with `partition=`; or let"
-    " layers='trace' see to what is used where."
+    " layers='trace' see to what is used where. Let other weights follow these, as a teacher's, in"
+    " `on_train_batch_end`, by name."
 )
 _RETURN_IT = (
     "What a layer's forward leaves in an attribute does not travel: let it return the value, with"

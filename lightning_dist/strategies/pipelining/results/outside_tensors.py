@@ -119,7 +119,8 @@ class OutsideTensors:
             raise ValueError(
                 f"{thawed[0]!r} requires a gradient by now, but is outside of the pipelined module,"
                 " so it belongs to no stage and would not be trained. Let it require one from the"
-                " start of the run, or make it part of that module, or leave it frozen."
+                " start of the run, or make it part of that module (`layers='trace:'` cuts the"
+                " whole LightningModule), or leave it frozen."
             )
 
     def begin_batch(self, *, is_empty: bool) -> None:
