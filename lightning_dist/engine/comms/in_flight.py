@@ -51,10 +51,9 @@ class HostOutbox:
         and reads them, which torch does not survive.
         """
         if is_profiling():
-            for work in works:
-                work.wait()
-            return
-        self._pending.put((works, tensors))
+            self._wait_for(works)
+        else:
+            self._pending.put((works, tensors))
 
     def check(self) -> None:
         """Raises :class:`.PeerLostError` if an earlier send has failed."""
@@ -71,13 +70,18 @@ class HostOutbox:
         self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
+        while (posted := self._pending.get()) is not None and self._wait_for(posted[0]):
+            del posted  # else the last activation stays alive until the next one
+
+    def _wait_for(self, works: Sequence[dist.Work]) -> bool:
+        """Waits until tensors have been sent, and returns whether they have."""
         try:
-            while (posted := self._pending.get()) is not None:
-                for work in posted[0]:
-                    work.wait()
-                del posted  # else the last activation stays alive until the next one
+            for work in works:
+                work.wait()
         except RuntimeError as error:
-            self._failure = error
+            self.fail(error)
+            return False
+        return True
 
 
 class StreamOutbox:

@@ -25,13 +25,15 @@ def check_same_hooks(module: nn.Module, group: dist.ProcessGroup) -> None:
     own = [name for name, p in module.named_parameters() if has_gradient_hooks(p)]
     first, *others = gather_objects(own, group)
     for rank, other in enumerate(others, 1):
-        for name in sorted({*first} ^ {*other}):
-            here, there = (0, rank) if name in first else (rank, 0)
+        differing = sorted({*first} ^ {*other})
+        if differing:
+            here, there = (0, rank) if differing[0] in first else (rank, 0)
             raise ValueError(
-                f"The parameter {name!r} has a hook on rank {here}, and none on rank {there}, as"
-                " `WandbLogger.watch(model)` puts them on rank 0 alone. A hook that reads a sharded"
-                " gradient waits for all ranks. Log norms in `on_before_optimizer_step` instead, or"
-                " put the hook on all ranks, or use DDPStrategy."
+                f"The parameter {differing[0]!r} has a hook on rank {here}, and none on rank"
+                f" {there}, as `WandbLogger.watch(model)` puts them on rank 0 alone. A hook that"
+                " reads a sharded gradient waits for all ranks. Log norms in"
+                " `on_before_optimizer_step` instead, or put the hook on all ranks, or use"
+                " DDPStrategy."
             )
 
 

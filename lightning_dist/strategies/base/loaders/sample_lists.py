@@ -43,7 +43,7 @@ class SampleLists:
     def mark(self, batch: Any, step: str, dataloader_idx: int = 0) -> Any:
         """Returns the batch, with a ``SampleList`` for each list with an entry for each sample.
 
-        A tuple becomes a ``SampleTuple``. A training batch of several loaders has one of each.
+        A tuple becomes a ``SampleTuple``. A training batch of several loaders has a batch of each.
         """
         loaders = getattr(self._trainer, _LOADERS[step])
         if step != "training_step":

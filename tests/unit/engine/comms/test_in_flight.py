@@ -6,11 +6,13 @@ import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_dist.engine.comms.channel import PeerLostError
 from lightning_dist.engine.comms.in_flight import HostOutbox
 
 
@@ -31,3 +33,13 @@ def test_a_profiled_thread_waits_for_its_sends(profiled: bool) -> None:
     assert has_waited.wait(10.0)
     outbox.close()
     assert (waited == [threading.get_ident()]) is profiled
+
+
+def test_a_send_that_fails_under_a_profiler_is_a_lost_peer() -> None:
+    work: Any = SimpleNamespace(wait=Mock(side_effect=RuntimeError("closed by peer")))
+    outbox = HostOutbox(peer=1)
+    with profile(activities=[ProfilerActivity.CPU]):
+        outbox.keep([work], [torch.zeros(1)])
+    with pytest.raises(PeerLostError, match="Rank 1 cannot be reached"):
+        outbox.check()
+    outbox.close()
