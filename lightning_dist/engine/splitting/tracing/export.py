@@ -4,9 +4,9 @@
 leaves no trace, and for Python loops or branches on sizes that is right. Some things would be lost
 silently, and raise an error here: a ``torch.autograd.Function`` (its forward would be recorded and
 differentiated, without its own backward), an attribute that the forward assigns (a buffer, too, but
-for the outermost module's), a tensor whose ``data`` it sets, a branch on ``requires_grad``, and a
-batch size that the forward has fixed. If the forward reads a value, torch raises an error; here the
-line of the user's code is added.
+for the outermost module's; not a cache, see :mod:`.tracing.caches`), a tensor whose ``data`` it
+sets, a branch on ``requires_grad``, and a batch size that the forward has fixed. If the forward
+reads a value, torch raises an error; here the line of the user's code is added.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from __future__ import annotations
 import inspect
 import io
 import logging
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 from unittest import mock
 
@@ -29,6 +28,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from lightning_dist.engine.splitting.tracing.caches import follow_from_sizes
 from lightning_dist.engine.splitting.tracing.call import Call, fixed_sizes, input_values
 from lightning_dist.engine.splitting.tracing.user_code import (
     is_called_by_user,
@@ -78,6 +78,14 @@ def export(
     """
     _refuse_open_keywords(module, call)
     shapes = pytree.tree_map(_open_dims, dict(call.arguments))
+
+    def trace(open_sizes: Any) -> tuple[ExportedProgram, list[str]]:
+        with _noted_assignments() as assigned:
+            program = torch.export.export(
+                module, call.args, call.kwargs, dynamic_shapes=open_sizes, strict=False
+            )
+        return program, assigned
+
     before = python_state()
     with (
         torch.inference_mode(False),
@@ -86,13 +94,14 @@ def export(
         torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False),
         _nothing_lost(module),
         _quiet(),
+        _no_masks_compared(module),
         # Distributions look at the values of their parameters otherwise, which a graph has not.
         mock.patch.object(Distribution, "_validate_args", False),
     ):
         try:
-            program = torch.export.export(
-                module, call.args, call.kwargs, dynamic_shapes=shapes, strict=False
-            )
+            program, assigned = trace(shapes)
+            # With sizes as numbers whatever is left is a value; and it takes a quarter of the time.
+            is_lost = assigned and not follow_from_sizes(module, assigned, lambda: trace(None)[0])
         except _LostError as error:
             what, advice = error.args
             raise ValueError(
@@ -100,6 +109,12 @@ def export(
             ) from None
         except Exception as error:
             raise ValueError(_explain(error)) from error
+    if is_lost:
+        raise ValueError(
+            f"The forward assigns {', '.join(assigned)}, which a graph does not do. Return it from"
+            " the forward; or, if it is a running value, register it as a buffer and write into"
+            " that in place."
+        )
     if python_state() != before:
         raise ValueError(
             "The forward draws numbers by `random` or `numpy.random`, which a graph would repeat at"
@@ -163,26 +178,60 @@ def _nothing_lost(root: nn.Module) -> Iterator[None]:
             return apply.__get__(None, cls)(*args, **kwargs)
         raise _LostError(f"calls {cls.__name__}, a torch.autograd.Function", _CUSTOM_OP)
 
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
+        register_module_buffer_registration_hook(no_new_buffer),
+        _Attributes(),
+    ):
+        yield
+
+
+@contextmanager
+def _noted_assignments() -> Iterator[list[str]]:
+    """Yields the attributes that the forward assigns tensors to, complete at the end."""
+    assigned: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with (
-            mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
-            register_module_buffer_registration_hook(no_new_buffer),
-            _Attributes(),
-        ):
-            yield
+        yield assigned
     for text in (str(warning.message) for warning in caught):
         before, found, _ = text.partition(" assigned during export")
         listed = before.partition("attribute")[2].split()
         names = [word.strip(",") for word in listed if word.startswith("self.")]
         # torch's recurrent layers assign the value that the attribute has already.
         kept = [name for name in names if "._flat_weights[" not in name]
-        if found and (kept or not names):
-            raise ValueError(
-                f"The forward assigns {', '.join(kept) or text}, which a graph does not do. Return"
-                " it from the forward; or, if it is a running value, register it as a buffer and"
-                " write into that in place."
-            )
+        if found:
+            assigned += kept if names else [text]
+
+
+@contextmanager
+def _no_masks_compared(module: nn.Module) -> Iterator[None]:
+    """Tells torch's transformers that no mask is causal, or they read its values to find out.
+
+    It is a hint for the choice of a kernel: the mask is applied in either case.
+    """
+
+    def tell(part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        is_encoder = isinstance(part, nn.TransformerEncoder)
+        input_name, name, hint = (
+            ("src", "mask", "is_causal") if is_encoder else ("tgt", "tgt_mask", "tgt_is_causal")
+        )
+        bound = inspect.signature(part.forward).bind(*args, **kwargs)
+        given = bound.arguments
+        mask, dtype = given.get(name), given[input_name].dtype
+        if mask is not None and given.get(hint) is None:
+            given[hint] = False
+            # The kernel takes no double mask for others, and misreads a single one for doubles.
+            if mask.is_floating_point() and torch.float64 in (mask.dtype, dtype):
+                given[name] = mask.to(dtype)
+        return bound.args, bound.kwargs
+
+    with ExitStack() as hooks:
+        for part in module.modules():
+            forward = type(part).forward
+            if forward in (nn.TransformerEncoder.forward, nn.TransformerDecoder.forward):
+                hook = part.register_forward_pre_hook(tell, with_kwargs=True)
+                hooks.callback(hook.remove)
+        yield
 
 
 @contextmanager
@@ -214,13 +263,6 @@ def _explain(error: Exception) -> str:
             "A graph has one way through the forward for all values: choose with `torch.where` (or"
             " `torch.cond`), or decide in `training_step`; take numbers from Python, as `range`"
             " gives them, and not from a tensor by `tolist()` or `item()`. " + _INSTEAD
-        )
-    # Private, but no more than a name: without it the advice is the general one.
-    names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-    if "_detect_is_causal_mask" in names:
-        advice = (
-            "torch's transformers compare a mask with a causal one, unless they are told: pass"
-            " `is_causal=` (to a decoder, `tgt_is_causal=`) beside the mask."
         )
     place = users_line(error.__traceback__)
     return f"torch.export cannot trace the forward{place}. It says: {reason}. {advice}"

@@ -268,26 +268,6 @@ def test_keywords_that_the_forward_does_not_name() -> None:
         TracedLayers(OpenKeywords(), (torch.rand(2, 4),), {"labels": torch.ones(2), "scale": 2.0})
 
 
-class Masked(nn.Module):
-    """A decoder with a mask that torch compares with a causal one, unless it is told."""
-
-    def __init__(self, **told: bool) -> None:
-        super().__init__()
-        layer = nn.TransformerDecoderLayer(4, 1, 4, batch_first=True)
-        self.decoder, self.told = nn.TransformerDecoder(layer, 2), told
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        out: Tensor = self.decoder(x, x, tgt_mask=mask, **self.told)
-        return out
-
-
-def test_a_mask_that_torch_compares_is_to_be_told() -> None:
-    with pytest.raises(ValueError, match=r"pass `is_causal=` .*`tgt_is_causal=`"):
-        TracedLayers(Masked(), (torch.rand(3, 5, 4),), {})
-    TracedLayers(Masked(tgt_is_causal=True), (torch.rand(3, 5, 4),), {})
-
-
 class Recurrent(nn.Module):
     def __init__(self, *, batch_first: bool) -> None:
         super().__init__()
