@@ -76,9 +76,10 @@ class UnusedParameters:
         self._kept.complete()
 
     def keep_gradients(self) -> None:
-        """Counts the parameters that have a gradient now as used in the coming update.
+        """Counts the parameters that have a gradient ahead of a backward as used in the update.
 
-        It is for steps that call backward by themselves, each for some of the parameters.
+        It may be of an earlier backward, each for some of the parameters, or zeros that
+        ``zero_grad(set_to_none=False)`` leaves, by which an optimizer still decays weights.
         """
         self._reached |= {n for n, p in self._sharded.items() if p.grad is not None}
 

@@ -225,7 +225,7 @@ class ShardedModule:
         """Stores the gradients of the newest step in the parameters."""
         self.check_graph([loss])
         self.end_check()
-        if self._manual is not None and self._unused is not None:
+        if self._unused is not None:
             self._unused.keep_gradients()
         if self._tensor_parallel is not None and loss.requires_grad:
             # Hooks ahead of a backward still see the gradients of the last update.

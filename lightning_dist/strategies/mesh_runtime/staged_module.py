@@ -175,6 +175,8 @@ class StagedModule(ShardedModule):
     def backward(
         self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool
     ) -> Tensor:
+        if self._unused is not None:
+            self._unused.keep_gradients()
         return self._opened.updates.backward(loss, accumulating=accumulating)
 
     @override

@@ -65,6 +65,21 @@ class Zeroing(Choosing):
         optimizer.zero_grad(set_to_none=False)
 
 
+class Summing(Choosing):
+    """Sums the gradients of two batches by itself."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        batch_idx, optimizer, closure = args[1:4]
+        if batch_idx % 2 == 0:
+            closure()
+        else:
+            optimizer.step(closure=closure)
+
+
 def fit(
     plan: Plan,
     strategy: Callable[[], Strategy] | None,
@@ -126,14 +141,27 @@ def test_what_a_rank_does_not_use_counts_as_zero(
                 assert float((state[name] - value).abs().max()) < 1e-12, (name, case)
 
 
+KEEPING: list[tuple[type[Choosing], Plan]] = [
+    (Zeroing, OWN),
+    (Zeroing, ONCE_AN_UPDATE),
+    (Summing, ONCE_AN_UPDATE),
+]
+
+
+def fit_keeping(strategy: Callable[[], Strategy] | None) -> list[dict[str, Tensor]]:
+    return [fit(plan, strategy, 1, module_class) for module_class, plan in KEEPING]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_does_where_gradients_stay_from_step_to_step(
-    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, strategy: type[Strategy]
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    expected = fit(OWN, None, 1, Zeroing)
-    for state in workers.run(2, fit, OWN, DDP, 1, Zeroing):
-        for name, value in expected.items():
-            assert float((state[name] - value).abs().max()) < 1e-12, name
+    ranks = workers.run(2, fit_keeping, partial(strategy, find_unused_parameters=True))
+    for case, single, *states in zip(KEEPING, fit_keeping(None), *ranks, strict=True):
+        for state in states:
+            for name, value in single.items():
+                assert float((state[name] - value).abs().max()) < 1e-12, (name, case)
 
 
 NOBODY: Plan = ((NONE,), (NONE,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import lightning as L
 import pytest
@@ -64,8 +65,17 @@ def make_batches() -> TensorDataset:
     return TensorDataset(x, x.sum(dim=1, keepdim=True))
 
 
-def fit(schedule: str | None, num_replicas: int) -> dict[str, Tensor]:
-    module, strategy = Mixture(), "auto"
+class Zeroing(Mixture):
+    """Keeps gradients of zero, so that weights decay in a step that does not use them."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+def fit(
+    schedule: str | None, num_replicas: int, module_class: type[Mixture] = Mixture
+) -> dict[str, Tensor]:
+    module, strategy = module_class(), "auto"
     if schedule in MESHES:
         pipeline = PipelineConfig(num_microbatches=2, partition=[2, 2])
         shard = ShardConfig(find_unused_parameters=True)
@@ -104,3 +114,19 @@ def test_what_a_replica_does_not_use_counts_as_zero(
         for part in together:
             for name, value in part[index].items():
                 torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+def fit_zeroing() -> list[dict[str, Tensor]]:
+    return [fit(axis, 2, Zeroing) for axis in MESHES]
+
+
+def test_gradients_of_zero_stay_what_they_are(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = workers.run(4, fit_zeroing)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    single = fit(None, 1, Zeroing)
+    for states in ranks:
+        for state in states:
+            for name, value in state.items():
+                torch.testing.assert_close(value, single[name], rtol=0, atol=1e-12)
