@@ -2,11 +2,12 @@
 
 A model's forward does not only compute with a layer's weights: each stage runs a line like
 ``x.to(self.embed.weight.dtype)``, with or without the embedding. Such a line gets the answer that
-the rank with the tensor would give. Each other operation needs the values and raises `ValueError`.
-The exception are ``detach`` and ``data``, for code that only looks, such as a logger that draws
-histograms of weights. They return NaNs for the unknown values, never a wrong number. Writing such a
-NaN into a tensor, computing with it and other tensors, or a loss of it raises `ValueError`: a
-teacher that follows its student by ``teacher.data.add_(student.data)`` would be lost.
+the rank with the tensor would give, and may freeze it. Each other operation needs the values and
+raises `ValueError`. The exception are ``detach`` and ``data``, for code that only looks, such as a
+logger that draws histograms of weights. They return NaNs for the unknown values, never a wrong
+number. Writing such a NaN into a tensor, computing with it and other tensors, or a loss of it
+raises `ValueError`: a teacher that follows its student by ``teacher.data.add_(student.data)`` would
+be lost.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _OF_THE_KIND = {
 _MAKE_ONE_LIKE_IT = {
     *(Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros),
 }
+_FREEZE = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _ONLY_LOOK = {Tensor.detach, *_getters("data")}
 _READS = ("__index__", "__int__", "__invert__")
 _MAKE_ANOTHER_LIKE_IT = {Tensor.to, Tensor.type_as}
@@ -57,6 +59,9 @@ class RemoteTensor(Tensor):
             raise _refusal(given)
         if func in _OF_THE_SIZES:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if func in _FREEZE:  # as the rank with the tensor does, by the same line
+            func(*map(_sample_of, args), **kwargs)
+            return args[0]
         asks = func in _OF_THE_KIND or func in _MAKE_ONE_LIKE_IT
         if asks or (func in _MAKE_ANOTHER_LIKE_IT and not isinstance(args[0], RemoteTensor)):
             return func(*map(_sample_of, args), **{n: _sample_of(a) for n, a in kwargs.items()})

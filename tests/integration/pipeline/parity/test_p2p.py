@@ -185,6 +185,9 @@ class Thawed(Classifier):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.model[:4].requires_grad_(batch_idx in (2, 3, 4))
+        self.model[5].conv.requires_grad_(batch_idx > 1)  # a part of another rank's layer
+        for parameter in self.model[2].norm.parameters():
+            parameter.requires_grad = batch_idx == 4
 
 
 def fit_thawed(devices: int, schedule: str) -> State:

@@ -49,6 +49,14 @@ def test_others_are_made_like_it(make: Callable[[Tensor], Tensor]) -> None:
     torch.testing.assert_close(made, make(WEIGHT), rtol=0, atol=0)
 
 
+def test_a_line_for_all_ranks_may_freeze_it() -> None:
+    gone = absent(WEIGHT, WEIGHT.dtype, CPU, "it is on stage 5")
+    assert gone.requires_grad_(False) is gone
+    assert not gone.requires_grad
+    gone.requires_grad = True
+    assert gone.requires_grad
+
+
 @pytest.mark.parametrize(
     "use",
     [
