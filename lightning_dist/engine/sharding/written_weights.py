@@ -109,16 +109,13 @@ class _Unit:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, *_: object) -> None:
-        found = [p for group in self._groups for p in group.fsdp_params]
-        gathered = [p for p in found if hasattr(p, "_unsharded_param")]
-        for parameter in gathered:  # it may have been frozen after it was gathered
-            parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
         if self.is_waiting:
             return
-        copies = [p._unsharded_param for p in gathered]
+        found = [p for group in self._groups for p in group.fsdp_params]
+        copies = [p._unsharded_param for p in found if hasattr(p, "_unsharded_param")]
         pairs = zip(self._weights, copies, strict=False)
         if len(self._weights) != len(copies) or any(w.copy is not copy for w, copy in pairs):
-            self._weights = [_Weight(p) for p in gathered]
+            self._weights = [_Weight(p) for p in found if hasattr(p, "_unsharded_param")]
         self._versions = [copy._version for copy in copies]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

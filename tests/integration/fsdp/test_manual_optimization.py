@@ -61,8 +61,9 @@ class Gan(L.LightningModule):
     def scored(self, x: Tensor, z: Tensor, batch_idx: int) -> None:
         """Calls the discriminator without a backward, ahead of its own turn and within another."""
         generator, discriminator = self.optimizers()
-        with torch.no_grad():
-            self.log("before", self.discriminator(x).mean(), sync_dist=True)
+        if batch_idx > 0:  # in the first batch it is called in another's turn before its own
+            with torch.no_grad():
+                self.log("before", self.discriminator(x).mean(), sync_dist=True)
         for optimizer in (generator, discriminator):
             self.toggle_optimizer(optimizer)
             is_first = optimizer is generator
