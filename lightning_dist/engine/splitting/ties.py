@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 from torch import nn
 from torch.distributed.tensor import Placement
 
 from lightning_dist.engine.planning.partition import stage_of_layers
 from lightning_dist.engine.splitting.cut import structure_of
-from lightning_dist.engine.splitting.layers import Layers, layers_in
+from lightning_dist.engine.splitting.layers import Layers, Part, layers_in
 from lightning_dist.engine.splitting.remote_layer import RemoteLayer
 from lightning_dist.engine.tensors.module_tree import dotted, set_attribute
 
@@ -27,7 +28,8 @@ class Tie:
     """A parameter that several stages use.
 
     Attributes:
-        names: The parameter's names in the pipelined module by stage, in ascending order.
+        names: The parameter's names in the pipelined module by stage, in ascending order. The first
+            one is that by which the stage's module lists the parameter.
     """
 
     names: Mapping[int, tuple[str, ...]]
@@ -50,17 +52,29 @@ def find_ties(module: nn.Sequential | Layers, layers_per_stage: Sequence[int]) -
     """Returns the parameters that several stages of a pipelined module use, on all ranks alike."""
     found: dict[int, dict[int, list[str]]] = {}
     stages = stage_of_layers(layers_per_stage)
-    for part in layers_in(module).parts():
-        stage = stages[part.layer_index]
-        structure = structure_of(part.module)
-        for name, parameter in structure.named_parameters(remove_duplicate=False):
-            names = found.setdefault(id(parameter), {}).setdefault(stage, [])
-            names.append(f"{part.name}.{name}")
+    parts = layers_in(module).parts()
+    for stage, of_stage in groupby(parts, lambda part: stages[part.layer_index]):
+        for part in _in_walk_order([*of_stage]):
+            structure = structure_of(part.module)
+            for name, parameter in structure.named_parameters(remove_duplicate=False):
+                names = found.setdefault(id(parameter), {}).setdefault(stage, [])
+                names.append(f"{part.name}.{name}")
     return tuple(
         Tie({stage: tuple(names) for stage, names in by_stage.items()})
         for by_stage in found.values()
         if len(by_stage) > 1
     )
+
+
+def _in_walk_order(parts: Sequence[Part]) -> list[Part]:
+    """Sorts parts as a module with them lists its parameters: each holder's parts together."""
+    paths = [[*accumulate(part.name.split("."), dotted)] for part in parts]
+    first: dict[str, int] = {}
+    for index, path in enumerate(paths):
+        for holder in path:
+            first.setdefault(holder, index)
+    order = sorted(range(len(parts)), key=lambda index: [first[holder] for holder in paths[index]])
+    return [parts[index] for index in order]
 
 
 def cut_differently(ties: Sequence[Tie], path: str, cuts: Mapping[str, Placement]) -> list[Tie]:

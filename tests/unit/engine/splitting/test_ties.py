@@ -3,9 +3,10 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from lightning_dist.engine.splitting.blocks.blocks import Blocks
 from lightning_dist.engine.splitting.cut import cut, whole
 from lightning_dist.engine.splitting.layers import layers_in
 from lightning_dist.engine.splitting.split import PipelineSplit
@@ -43,6 +44,43 @@ def test_each_rank_finds_the_same_ties_after_the_cut() -> None:
         cut(net, [1, 1, 1, 1], stages)
         assert find_ties(net, [1, 1, 1, 1]) == before
         assert find_ties(copy.deepcopy(net), [1, 1, 1, 1]) == before
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 2)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+
+class Reads(nn.Module):
+    """Uses its embedding in the decoder behind the blocks, and as the head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.decoder = nn.Embedding(5, 2), Decoder()
+        self.head = nn.Linear(2, 5)
+        self.decoder.embed.weight = self.head.weight = self.shared.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.shared(ids)
+        for layer in self.decoder.layers:
+            x = layer(x)
+        out: Tensor = self.head(x + self.decoder.embed(ids))
+        return out
+
+
+def test_the_first_name_is_that_by_which_a_stage_lists_the_parameter() -> None:
+    net = Reads()
+    layers = Blocks(net, "decoder.layers", ["shared"], ["head", "decoder.embed"])
+    (tie,) = find_ties(layers, [1, 1])
+    assert tie.names == {
+        0: ("shared.weight",),
+        1: ("decoder.embed.weight", "head.weight"),
+    }
+    for stage in (0, 1):
+        listed = layers.stage(stage, stage + 1).named_parameters()
+        assert [name for name, p in listed if p is net.shared.weight] == [tie.names[stage][0]]
 
 
 def test_the_ranks_of_a_tie_are_each_named_once() -> None:
