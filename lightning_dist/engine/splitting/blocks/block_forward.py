@@ -254,8 +254,14 @@ class BlockRoute:
         key = _key_of(call)
         if key is None or name not in self._latest or key != self._latest[name][0]:
             args, kwargs = map_tensors(lambda t: t.to("meta"), call)
-            with torch.no_grad():
-                self._latest[name] = key, empty(*args, **kwargs)
+            try:
+                with torch.no_grad():
+                    self._latest[name] = key, empty(*args, **kwargs)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{_INSTEAD} {name!r} lives on another stage, and the shapes of what it returns"
+                    f" cannot be computed without values: {error}"
+                ) from error
         return self._latest[name][1]
 
     def _check(

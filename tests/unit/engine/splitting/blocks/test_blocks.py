@@ -368,9 +368,18 @@ def test_a_stage_holds_its_own_parameters_by_their_names() -> None:
     assert {n: id(p) for n, p in own.items()} == {n: id(p) for n, p in parameters.items()}
 
 
-class CountedEmbedding(nn.Embedding):
-    """Notes the shapes that are computed without values."""
+def test_a_remote_part_that_reads_values_is_named() -> None:
+    class Looking(nn.Embedding):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens.clamp(max=7 + int(tokens[0])))
 
+    model = Model()
+    model.body.embed = Looking(7, 4).double()
+    with pytest.raises(ValueError, match=r"trace .*'body.embed' lives on"):
+        difference(model, "1f1b")
+
+
+class CountedEmbedding(nn.Embedding):  # the shapes that are computed without values
     computed: ClassVar[list[tuple[int, ...]]] = []
 
     def forward(self, tokens: Tensor) -> Tensor:
