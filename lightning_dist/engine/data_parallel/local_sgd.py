@@ -107,6 +107,7 @@ class LocalSGD:
         self.outer = None if rounds.outer is None else OuterSteps(rounds.outer)
         self._is_alone = group.size == 1 and self.outer is None
         self._num_local_steps = 0
+        self._has_stepped = False  # since `average` was called
         parameters = list(module.parameters())
         assert rounds.fragments <= len(parameters)
         self._fragments = []
@@ -133,13 +134,14 @@ class LocalSGD:
         if self._is_alone:
             return
         self._num_local_steps += 1
+        self._has_stepped = True
         step, every = self._num_local_steps, self._rounds.sync_every
         for fragment in self._fragments:
             # Now, for a parameter may be frozen between its last step and the average.
             fragment.stepped.update(p for p in fragment.parameters if p.requires_grad)
         if not self._rounds.streams:
             if step == every:
-                self.average()
+                self._end_round()
             return
         for fragment in self._fragments:
             if fragment.sent is not None and fragment.sent[2] == step:
@@ -150,21 +152,32 @@ class LocalSGD:
                     self._receive(fragment, self._rounds.alpha)
 
     def average(self) -> None:
-        """Ends all rounds with equal weights, if a step has been local since the last time."""
-        if self._num_local_steps == 0:
+        """Ends all rounds with equal values, if a step has been local since the last time."""
+        if not self._has_stepped:
             return
+        self._has_stepped = False
+        if self._num_local_steps > 0:
+            self._end_round()
+        else:
+            self._average_others()
+
+    def _end_round(self) -> None:
         self._num_local_steps = 0
         for fragment in self._fragments:
             self._receive(fragment, self._rounds.alpha)
             self._send(fragment)
             self._receive(fragment, 0.0)
+        self._average_others()
+        if self.outer is not None:
+            self.outer.end()
+
+    def _average_others(self) -> None:
+        """Averages what no step has trained; hooks may have written it behind the last round."""
         buffers = [b for b in self._module.buffers() if b.is_floating_point()]
         # A hook may write into frozen parameters, as into a teacher's; most are the same for ever.
         frozen = [p for p in self._module.parameters() if not p.requires_grad]
         written = differing([p for p in frozen if p.is_floating_point()], self._group)
         average([*buffers, *written], self._group)
-        if self.outer is not None:
-            self.outer.end()
 
     @torch.no_grad()
     def _send(self, fragment: _Fragment) -> None:

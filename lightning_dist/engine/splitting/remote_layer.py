@@ -93,6 +93,10 @@ class RemoteLayer(nn.Module):
                 " both uses on one stage with `partition=`."
             ) from error
 
+    def __getitem__(self, key: Any) -> Any:
+        """Returns an entry of a layer that is a sequence or a list, as it does attributes."""
+        return self.__getattr__("__getitem__")(key)
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:

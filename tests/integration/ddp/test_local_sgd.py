@@ -119,6 +119,33 @@ def test_frozen_parameters_that_hooks_write_are_averaged(workers: WorkerPool) ->
         assert difference(state, state_of(modules[0])) < 1e-12
 
 
+class Writing(Classifier):
+    """Has a hook that writes something else on each replica, behind the last average, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.register_buffer("buffer", torch.zeros(1))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for tensor in (self.frozen.data, self.buffer):
+            tensor.fill_(batch_idx + self.trainer.global_rank)
+
+
+def fit_writing(sync_every: int) -> tuple[float, float]:
+    module = make_module(Writing)
+    trainer = make_trainer(devices=2, strategy=DDPStrategy(sync_every=sync_every))
+    trainer.fit(module, share_of(int(os.environ["RANK"]), NUM_SAMPLES), make_loader(8))
+    return module.frozen.item(), module.buffer.item()
+
+
+@pytest.mark.parametrize("sync_every", [4, 5])
+def test_what_hooks_write_behind_an_average_is_averaged(
+    workers: WorkerPool, sync_every: int
+) -> None:
+    assert workers.run(2, fit_writing, sync_every) == [(11.5, 11.5)] * 2
+
+
 def test_the_recursion_tells_how_often() -> None:
     often, seldom = recursion(2, 0, None), recursion(5, 0, None)
     assert any(float((often[n] - seldom[n]).abs().max()) > 1e-6 for n in often)

@@ -105,3 +105,15 @@ def test_says_what_the_layer_computes_in() -> None:
     layer = remote_layers(model)[0][2]
     layer.compute_dtypes = {n: torch.bfloat16 for n, _ in layer.skeleton.named_parameters()}
     assert {p.dtype for p in describe(layer, CPU).parameters()} == {torch.bfloat16}
+
+
+def test_parts_are_found_by_their_places_in_a_layer_too() -> None:
+    model = nn.Sequential(*(nn.Sequential(Layer(), nn.LayerNorm(4)) for _ in range(2))).double()
+    cut(model, [1, 1], [1])
+    layers = LayerSequence(model)
+    with pytest.raises(AttributeError, match="layer '0' was asked for"):
+        model[0][1].eval()
+    layers.attach(CPU)
+    assert [type(part) for part in model[0]] == [Layer, nn.LayerNorm]
+    assert not model[0][1].eval().training
+    layers.detach()
