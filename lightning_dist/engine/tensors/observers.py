@@ -130,16 +130,20 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensorsWatch:
-    """Calls a function for each tensor that autograd saves, while entered."""
+    """Calls a function for each tensor that autograd saves, while entered.
+
+    Attributes:
+        outer: The hooks around this watch, which save the tensors; None if autograd does.
+    """
 
     def __init__(self, watch: SavedTensorWatch) -> None:
         self._watch = watch
         self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept.unpack(kept.packed))
-        self._outer: _Hooks = (_detached, lambda packed: packed)
+        self.outer: _Hooks | None = None
 
     def __enter__(self) -> SavedTensorsWatch:
         """Begins."""
-        self._outer = _hooks_in_force() or (_detached, lambda packed: packed)
+        self.outer = _hooks_in_force()
         self._hooks.__enter__()
         return self
 
@@ -148,7 +152,7 @@ class SavedTensorsWatch:
         self._hooks.__exit__()
 
     def _pack(self, tensor: Tensor) -> _Kept:
-        pack, unpack = self._outer
+        pack, unpack = self.outer or (_detached, lambda packed: packed)
         return _Kept(pack(tensor), unpack, self._watch(tensor))
 
 
@@ -169,6 +173,17 @@ def _detached(tensor: Tensor) -> Tensor:
 def _hooks_in_force() -> _Hooks | None:
     """Returns the active saved-tensor hooks, for which torch has no public name."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def saves_by_hooks() -> bool:
+    """Returns whether hooks save what a backward needs, as those of `torch.utils.checkpoint`."""
+    hooks = None if torch.compiler.is_compiling() else _hooks_in_force()
+    while hooks is not None:
+        watch = getattr(hooks[0], "__self__", None)
+        if not isinstance(watch, SavedTensorsWatch):
+            return True
+        hooks = watch.outer
+    return False
 
 
 Before = Callable[[nn.Module, Any], None]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule
 from lightning_dist.engine.tensor_parallel.layers import sharded_logits as logits_module
@@ -111,6 +112,39 @@ STEPS: dict[str, Step] = {
 
 APART = {"cross-entropy", "scaled", "shifted"}
 """Of these the whole logits exist nowhere."""
+
+
+def recomputed_differences() -> list[float]:
+    """Runs head and loss in a checkpoint, whose backward runs them again."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)).double()
+    together = deepcopy(alone)
+    styles = {"0": Style.VOCAB, "1": Style.COLWISE_GATHER}
+    sharded = TensorParallelModule(together, styles, mesh, loss_parallel=True)
+    x, y = torch.randint(ROWS, (2, 3, LENGTH))
+    assert sharded.logits is not None
+    found = []
+    for name in ("cross-entropy", "scaled", "smoothed"):
+
+        def head_and_loss(model: nn.Sequential, hidden: Tensor, name: str = name) -> Tensor:
+            return STEPS[name](model[1](hidden), y)
+
+        expected = _slopes(alone, head_and_loss(alone, alone[0](x)))
+        with sharded.logits:
+            hidden = together[0](x)
+            loss = joined(checkpoint(head_and_loss, together, hidden, use_reentrant=False))
+        with loss_parallel():
+            actual = _slopes(together, loss)
+        pairs = zip(expected, actual, strict=True)
+        found.append(max(float((a - b).abs().max()) for a, b in pairs))
+    return found
+
+
+def test_a_checkpoint_may_hold_head_and_loss(workers: WorkerPool) -> None:
+    for found in workers.run(2, recomputed_differences):
+        assert max(found) < 1e-12
 
 
 def differences() -> tuple[dict[str, float], set[str]]:

@@ -34,6 +34,7 @@ from lightning_dist.engine.tensor_parallel.layers.sharded_logits import ShardedL
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensors.dtensor import is_dtensor, local_part, stacked
 from lightning_dist.engine.tensors.module_tree import dotted
+from lightning_dist.engine.tensors.observers import saves_by_hooks
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,8 @@ def colwise_gather(
 ) -> None:
     """Makes each rank compute some of a layer's output features, and gathers them.
 
-    While the mode ``logits`` is active, the layer returns sharded features instead.
+    While the mode ``logits`` is active, the layer returns sharded features instead. Not so in a
+    checkpoint with the loss, say of chunks: the backward runs it again, where no mode is active.
     """
     colwise(layer, name, entry)
     compute: Callable[[Tensor], Tensor] = layer.forward
@@ -214,7 +216,7 @@ def colwise_gather(
     def forward(x: Tensor) -> Tensor:
         features = compute(x)
         entry.region.end()
-        if logits is None or not logits.is_active:
+        if logits is None or not logits.is_active or saves_by_hooks():
             return activations.gather(features, mesh)
         shards = [Shard(features.dim() - 1)]
         found = DTensor.from_local(features, mesh, shards, run_check=False)
