@@ -70,7 +70,7 @@ def check_gradients(without: Sequence[str]) -> None:
     if without:
         raise ValueError(
             f"The loss does not depend on {some_names(without)}. Freeze what is not trained with"
-            " `requires_grad_(False)`, or, if other steps use it, pass"
+            " `requires_grad_(False)` ahead of the step, or, if other steps use it, pass"
             " find_unused_parameters=True (to a MeshStrategy in shard=ShardConfig(...), which with"
             " tp=... is what TensorParallelStrategy is)."
         )

@@ -83,10 +83,15 @@ def resolve_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]
 
 def _parse_style(name: str, pattern: str) -> Style:
     styles = {style.value: style for style in Style}
-    if not isinstance(name, str) or name not in styles:
+    if not isinstance(name, str):
+        raise ValueError(
+            f"Write the name of a style in plan=, one of {', '.join(styles)}, such as 'colwise' for"
+            f" torch's ColwiseParallel(): {pattern!r} has a {type(name).__name__}."
+        )
+    if name not in styles:
         raise ValueError(
             f"Use one of {', '.join(styles)} in plan=: the style {name!r} of {pattern!r} is"
-            f" unknown.{nearest(str(name), styles)}"
+            f" unknown.{nearest(name, styles)}"
         )
     return styles[name]
 

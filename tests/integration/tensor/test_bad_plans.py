@@ -162,6 +162,7 @@ BEFORE: dict[str, Case] = {
         "Write the name of a module for 'fc3' in plan=: it fits",
     ),
     "no style": (MLP, {"fc1": "columns"}, "Use one of colwise, colwise_gather, rowwise"),
+    "an object": (MLP, {"fc1": object()}, "Write the name of a style in plan=, one of colwise"),
     "no dictionary": (MLP, ["fc1"], "Pass plan='auto' or plan={"),
     "sizes": (
         lambda: MLP(hidden=9),

@@ -260,7 +260,8 @@ class BlockRoute:
             except RuntimeError as error:
                 raise ValueError(
                     f"{_INSTEAD} {name!r} lives on another stage, and the shapes of what it returns"
-                    f" cannot be computed without values: {error}"
+                    " cannot be computed without values, as where it branches on those of a mask:"
+                    f" {error}"
                 ) from error
         return self._latest[name][1]
 

@@ -19,7 +19,12 @@ from lightning_dist.engine.tensor_parallel.layers.projection import (
     output_size,
 )
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
-from lightning_dist.engine.tensor_parallel.plan.heads import count_heads, norms_before, uncounted
+from lightning_dist.engine.tensor_parallel.plan.heads import (
+    count_heads,
+    indivisible_heads,
+    norms_before,
+    uncounted,
+)
 from lightning_dist.engine.tensors.module_tree import dotted
 
 _SEPARATE = (
@@ -113,6 +118,8 @@ def _reason_to_replicate(
     """Returns the reason why an attention may compute something else with some of its heads."""
     if count_heads(attention, features) is None:
         return uncounted(attention, features)
+    if indivisible := indivisible_heads(attention):
+        return indivisible
     kind = type(attention).__name__
     if kind in _ODD_LAYOUTS:
         return f"a {kind} lays queries, keys and values out in a way of its own"

@@ -51,15 +51,25 @@ _UNRELATED = ("layer", "rotary", "num_key_value_groups", "n_rep", "sliding_windo
 
 def check_heads(name: str, attention: nn.Module, tp_size: int) -> None:
     """Checks that each rank gets whole heads."""
-    counts = _counts(attention, _HEADS) | _counts(getattr(attention, "config", None), _HEADS)
+    counts = _all_counts(attention)
     for attribute, count in counts.items():
         if count % tp_size:
             common = math.gcd(*counts.values())
             sizes = [size for size in range(1, common + 1) if common % size == 0]
             raise ValueError(
-                f"Use a tp_size of {sizes}, or another number of heads: the {attribute}={count} of"
-                f" {name!r} cannot be shared out over tp_size={tp_size} ranks."
+                f"Use a tp_size of {sizes}, or another number of heads, or a plan={{...}} without"
+                f" the attention: the {attribute}={count} of {name!r} cannot be shared out over"
+                f" tp_size={tp_size} ranks."
             )
+
+
+def indivisible_heads(attention: nn.Module) -> str:
+    """Returns the reason why no number of ranks can share out the heads; empty if one can."""
+    counts = _all_counts(attention)
+    if math.gcd(*counts.values()) != 1:
+        return ""
+    listed = ", ".join(f"{attribute}={count}" for attribute, count in counts.items())
+    return f"no number of ranks divides its heads ({listed})"
 
 
 def keep_own_heads(attention: nn.Module, features: int, tp_size: int) -> None:
@@ -141,6 +151,11 @@ def _counts_elsewhere(attention: nn.Module, counts: set[int]) -> bool:
         if type(value) is int and name not in known and not name.startswith(_UNRELATED)
     ]
     return reads_config or any(value in counts for value in others if value > 1)
+
+
+def _all_counts(attention: nn.Module) -> dict[str, int]:
+    config = getattr(attention, "config", None)
+    return _counts(attention, _HEADS) | _counts(config, _HEADS)
 
 
 def _counts(holder: object, names: tuple[str, ...]) -> dict[str, int]:

@@ -99,7 +99,11 @@ ATTENTIONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "width in the code": (WritesWidth, "cannot compute with a part of its features"),
     "cannot be run": (NeedsMore, "computes with the width of all heads, and could not be run"),
     "count in the config": (AsksConfig, "counts its heads in more than one place; read only self."),
-    "odd heads": (OddHeads, "Use a tp_size of [1, 3], or another number of heads: the n_head=3 of"),
+    "odd heads": (OddHeads, "Use a tp_size of [1, 3], or another number of heads, or a plan={"),
+    "one key head": (
+        lambda: Knows(num_key_value_heads=1),
+        "no number of ranks divides its heads (n_head=4, num_key_value_heads=1)",
+    ),
     "no count": (lambda: Knows(n_head=None), "does not say in an attribute how many heads it has"),
     "odd count": (lambda: Knows(n_head=3), "its 3 heads do not divide the 16 features"),
     "gate": (lambda: Knows(gate=nn.Parameter(torch.ones(4))), "its gate is no projection's"),
