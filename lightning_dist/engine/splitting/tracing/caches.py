@@ -27,8 +27,8 @@ def follow_from_sizes(
         names: The attributes, such as ``self.mask`` or ``self.encoder.mask``.
         trace: Traces the module for the sizes of an example. The result has the attributes, too.
     """
-    if any("[" in name for name in names):  # an entry of a list, which the forward may grow
-        return False
+    if not all(name.startswith("self.") and "[" not in name for name in names):
+        return False  # an entry of a list, say, which the forward may grow
     held = [attrgetter(name.removeprefix("self.")) for name in names]
 
     def add_assigned(root: nn.Module, _: Any, result: Any) -> Any:
