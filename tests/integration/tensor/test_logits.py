@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dist.engine.tensor_parallel.apply import TensorParallelModule
 from lightning_dist.engine.tensor_parallel.layers import sharded_logits as logits_module
-from lightning_dist.engine.tensor_parallel.layers.sharded_logits import joined
+from lightning_dist.engine.tensor_parallel.layers.sharded_logits import ShardedLogits, joined
 from lightning_dist.engine.tensor_parallel.layers.styles import Style
 from lightning_dist.engine.tensors.dtensor import whole
 from tests.helpers.processes.workers import WorkerPool
@@ -114,17 +114,23 @@ APART = {"cross-entropy", "scaled", "shifted"}
 """Of these the whole logits exist nowhere."""
 
 
-def recomputed_differences() -> list[float]:
-    """Runs head and loss in a checkpoint, whose backward runs them again."""
+def models() -> tuple[nn.Sequential, nn.Sequential, ShardedLogits]:
+    """Returns a model, the same over two ranks, and the mode for its steps."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)).double()
     together = deepcopy(alone)
     styles = {"0": Style.VOCAB, "1": Style.COLWISE_GATHER}
-    sharded = TensorParallelModule(together, styles, mesh, loss_parallel=True)
+    logits = TensorParallelModule(together, styles, mesh, loss_parallel=True).logits
+    assert logits is not None
+    return alone, together, logits
+
+
+def recomputed_differences() -> list[float]:
+    """Runs head and loss in a checkpoint, whose backward runs them again."""
+    alone, together, logits = models()
     x, y = torch.randint(ROWS, (2, 3, LENGTH))
-    assert sharded.logits is not None
     found = []
     for name in ("cross-entropy", "scaled", "smoothed"):
 
@@ -132,7 +138,7 @@ def recomputed_differences() -> list[float]:
             return STEPS[name](model[1](hidden), y)
 
         expected = _slopes(alone, head_and_loss(alone, alone[0](x)))
-        with sharded.logits:
+        with logits:
             hidden = together[0](x)
             loss = joined(checkpoint(head_and_loss, together, hidden, use_reentrant=False))
         with loss_parallel():
@@ -152,13 +158,7 @@ def differences() -> tuple[dict[str, float], set[str]]:
 
     Gives the largest difference of each, and those that have joined the logits.
     """
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)).double()
-    together = deepcopy(alone)
-    styles = {"0": Style.VOCAB, "1": Style.COLWISE_GATHER}
-    sharded = TensorParallelModule(together, styles, mesh, loss_parallel=True)
+    alone, together, logits = models()
     x, y = torch.randint(ROWS, (2, 3, LENGTH))
     assert type(together(x)) is Tensor, "outside of a step nobody knows what to do with parts"
     found, joins = {}, set()
@@ -171,8 +171,7 @@ def differences() -> tuple[dict[str, float], set[str]]:
 
     for name, step in STEPS.items():
         expected = _slopes(alone, step(alone(x), y))
-        assert sharded.logits is not None
-        with sharded.logits, pytest.MonkeyPatch.context() as patch:
+        with logits, pytest.MonkeyPatch.context() as patch:
             patch.setattr(logits_module, "whole", noticed)
             loss = joined(step(together(x), y))
         with loss_parallel():
