@@ -4,9 +4,9 @@
 leaves no trace, and for Python loops or branches on sizes that is right. Some things would be lost
 silently, and raise an error here: a ``torch.autograd.Function`` (its forward would be recorded and
 differentiated, without its own backward), an attribute that the forward assigns (a buffer, too, but
-for the outermost module's; not a cache, see :mod:`.tracing.caches`), a tensor whose ``data`` it
-sets, a branch on ``requires_grad``, and a batch size that the forward has fixed. If the forward
-reads a value, torch raises an error; here the line of the user's code is added.
+for the outermost module's), a tensor whose ``data`` it sets, a branch on ``requires_grad``, and a
+batch size that the forward has fixed. If the forward reads a value, torch raises an error; here the
+line of the user's code is added.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lightning_dist.engine.splitting.tracing.caches import follow_from_sizes
 from lightning_dist.engine.splitting.tracing.call import Call, fixed_sizes, input_values
 from lightning_dist.engine.splitting.tracing.user_code import (
     is_called_by_user,
@@ -78,14 +77,6 @@ def export(
     """
     _refuse_open_keywords(module, call)
     shapes = pytree.tree_map(_open_dims, dict(call.arguments))
-
-    def trace(open_sizes: Any) -> tuple[ExportedProgram, list[str]]:
-        with _noted_assignments() as assigned:
-            program = torch.export.export(
-                module, call.args, call.kwargs, dynamic_shapes=open_sizes, strict=False
-            )
-        return program, assigned
-
     before = python_state()
     with (
         torch.inference_mode(False),
@@ -99,9 +90,9 @@ def export(
         mock.patch.object(Distribution, "_validate_args", False),
     ):
         try:
-            program, assigned = trace(shapes)
-            # With sizes as numbers whatever is left is a value; and it takes a quarter of the time.
-            is_lost = assigned and not follow_from_sizes(module, assigned, lambda: trace(None)[0])
+            program = torch.export.export(
+                module, call.args, call.kwargs, dynamic_shapes=shapes, strict=False
+            )
         except _LostError as error:
             what, advice = error.args
             raise ValueError(
@@ -109,12 +100,6 @@ def export(
             ) from None
         except Exception as error:
             raise ValueError(_explain(error)) from error
-    if is_lost:
-        raise ValueError(
-            f"The forward assigns {', '.join(assigned)}, which a graph does not do. Return it from"
-            " the forward; or, if it is a running value, register it as a buffer and write into"
-            " that in place."
-        )
     if python_state() != before:
         raise ValueError(
             "The forward draws numbers by `random` or `numpy.random`, which a graph would repeat at"
@@ -178,29 +163,27 @@ def _nothing_lost(root: nn.Module) -> Iterator[None]:
             return apply.__get__(None, cls)(*args, **kwargs)
         raise _LostError(f"calls {cls.__name__}, a torch.autograd.Function", _CUSTOM_OP)
 
-    with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
-        register_module_buffer_registration_hook(no_new_buffer),
-        _Attributes(),
-    ):
-        yield
-
-
-@contextmanager
-def _noted_assignments() -> Iterator[list[str]]:
-    """Yields the attributes that the forward assigns tensors to, complete at the end."""
-    assigned: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield assigned
+        with (
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
+            register_module_buffer_registration_hook(no_new_buffer),
+            _Attributes(),
+        ):
+            yield
     for text in (str(warning.message) for warning in caught):
         before, found, _ = text.partition(" assigned during export")
         listed = before.partition("attribute")[2].split()
         names = [word.strip(",") for word in listed if word.startswith("self.")]
         # torch's recurrent layers assign the value that the attribute has already.
         kept = [name for name in names if "._flat_weights[" not in name]
-        if found:
-            assigned += kept if names else [text]
+        if found and (kept or not names):
+            raise ValueError(
+                f"The forward assigns {', '.join(kept) or text}, which a graph does not do. Return"
+                " it from the forward; or, if it is a mask or a table, make it in each call, or as"
+                " a buffer in `__init__`; or, if it is a running value, register it as a buffer and"
+                " write into that in place."
+            )
 
 
 @contextmanager

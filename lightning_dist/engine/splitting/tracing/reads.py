@@ -180,8 +180,6 @@ def equal_state(kept: Any, now: Any, *, tensors: bool = True) -> bool:
             return True
         if isinstance(a, Tensor):  # a parameter, which the rank may not have, or a plain one
             return a.is_meta or (isinstance(b, Tensor) and (not tensors or _equal(a, b)))
-        if a is None and isinstance(b, Tensor):
-            return not tensors
         if isinstance(b, weakref.ref):  # recurrent layers have some to their weights, copies none
             return a is None or isinstance(a, weakref.ref)
         if isinstance(a, torch.device):  # graphs follow their tensors
