@@ -102,7 +102,7 @@ def load_full(path: str | os.PathLike[str], *, weights_only: bool | None = True)
             loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
         return loaded
     checkpoint = load_sharded(path, lambda _: True, weights_only=weights_only)
-    for key in OPTIMIZERS.keys() & checkpoint.keys():
+    for key in _present(OPTIMIZERS, checkpoint):
         checkpoint[key] = [to_numbers(state) for state in checkpoint[key]]
     return checkpoint
 
@@ -150,11 +150,11 @@ def load_sharded(
     for key, tensor in tensors.items():
         section, name, entry = _split_key(key)
         found.setdefault(section, {}).setdefault(name, {})[entry] = tensor
-    for key in SECTIONS.keys() & checkpoint.keys():
+    for key in _present(SECTIONS, checkpoint):
         extra = {name: value for name, value in checkpoint[key].items() if is_wanted(name)}
         own = found.get(SECTIONS[key], {})
         checkpoint[key] = {name: entries[""] for name, entries in own.items()} | extra
-    for key in OPTIMIZERS.keys() & checkpoint.keys():
+    for key in _present(OPTIMIZERS, checkpoint):
         for index, state in enumerate(checkpoint[key]):
             rest, tensors_of = state["state"], found.get(f"{OPTIMIZERS[key]}.{index}", {})
             own = {name: tensors_of.get(name, {}) for name in (*rest, *tensors_of)}
@@ -192,8 +192,8 @@ def split_parts(checkpoint: Mapping[str, Any], group: dist.ProcessGroup | None) 
     tensors, rest = _split(checkpoint)
     if group is None:
         return tensors, rest
-    lists = OPTIMIZERS.keys() & rest.keys()
-    own = {key: rest[key] for key in SECTIONS.keys() & rest.keys()}
+    lists = _present(OPTIMIZERS, rest)
+    own = {key: rest[key] for key in _present(SECTIONS, rest)}
     own |= {key: [{"state": state["state"]} for state in rest[key]] for key in lists}
     whole = _merge(gather_objects(own, group))  # the few entries that are not tensors
     for key in lists:
@@ -250,7 +250,7 @@ def merge_parts(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     The first rank's other entries stay.
     """
     merged = _merge(parts)
-    for key in OPTIMIZERS.keys() & merged.keys():
+    for key in _present(OPTIMIZERS, merged):
         merged[key] = [to_numbers(state) for state in merged[key]]
     saved_names.unfold(merged, SECTIONS)
     return merged
@@ -260,27 +260,32 @@ def _merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for part in parts:
         if not merged:
-            merged = {**part, **{key: {} for key in SECTIONS.keys() & part.keys()}}
-        for key in SECTIONS.keys() & part.keys():
+            merged = {**part, **{key: {} for key in _present(SECTIONS, part)}}
+        for key in _present(SECTIONS, part):
             merged[key].update(part[key])
-        for key in OPTIMIZERS.keys() & part.keys():
+        for key in _present(OPTIMIZERS, part):
             for whole, state in zip(merged[key], part[key], strict=True):
                 whole["state"].update(state["state"])
     return merged
+
+
+def _present(keys: Iterable[str], checkpoint: Mapping[str, Any]) -> list[str]:
+    """Returns those keys that a checkpoint has, in an order that is the same on all ranks."""
+    return [key for key in keys if key in checkpoint]
 
 
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Separates the model's and the optimizers' tensors, keyed as in the files, from the rest."""
     tensors: dict[str, Tensor] = {}
     rest = dict(checkpoint)
-    for key in SECTIONS.keys() & checkpoint.keys():
+    for key in _present(SECTIONS, checkpoint):
         rest[key] = {}
         for name, value in checkpoint[key].items():
             if isinstance(value, Tensor):
                 tensors[f"{SECTIONS[key]}.{name}"] = storable(value)
             else:
                 rest[key][name] = value
-    for key in OPTIMIZERS.keys() & checkpoint.keys():
+    for key in _present(OPTIMIZERS, checkpoint):
         rest[key] = []
         for index, state in enumerate(checkpoint[key]):
             kept: dict[str, dict[Any, Any]] = {}
