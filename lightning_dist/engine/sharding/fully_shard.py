@@ -206,7 +206,7 @@ def shard(
             ignored_params=apart | left_whole,
         )
         keep_containers(part)
-        part.register_forward_pre_hook(_follow_shards)
+        _follow_shards(part)
     # A root's input is the user's batch, targets too: their dtype is not ours to change.
     for root in roots:
         usual = of_complex if root in are_complex else precision
@@ -219,19 +219,27 @@ def shard(
                 ignored_params=apart | left_whole | others,
             )
         keep_containers(root)
-        root.register_forward_pre_hook(_follow_shards)
+        _follow_shards(root)
     for name, parameter in module.named_parameters():  # FSDP2 has replaced them
         vars(parameter).update(attributes.get(name, {}))
     return tuple(root for root in roots if isinstance(root, FSDPModule))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _follow_shards(module: FSDPModule, _: object) -> None:
-    """Freezes and thaws weights that have stayed gathered, where their shards were meanwhile."""
-    for group in groups_of(module):
-        for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+def _follow_shards(unit: nn.Module) -> None:
+    """Freezes and thaws weights that have stayed gathered where their shards were meanwhile."""
+    seen: dict[Any, bool] = {}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def follow(module: FSDPModule, _: object) -> None:
+        for group in groups_of(module):
+            for parameter in group.fsdp_params:
+                is_trained = parameter.sharded_param.requires_grad
+                # A step may have frozen the gathered ones themselves, which it finds by their name.
+                if seen.get(parameter, is_trained) != is_trained:
+                    parameter._unsharded_param.requires_grad_(is_trained)
+                seen[parameter] = is_trained
+
+    unit.register_forward_pre_hook(follow)
 
 
 @contextmanager

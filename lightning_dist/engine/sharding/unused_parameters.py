@@ -45,6 +45,7 @@ class UnusedParameters:
         self._units = ["", *units]
         self._not_hooked: dict[str, list[str]] = {}  # in each unit and those inside of it
         self._reached: set[str] = set()
+        self._has_backward = False  # in this update
         for root in roots:
             root.set_reduce_scatter_unused_params(True)
             assert isinstance(root, nn.Module)
@@ -61,6 +62,7 @@ class UnusedParameters:
     def begin_update(self) -> None:
         """Forgets backwards for an update that never came."""
         self._reached.clear()
+        self._has_backward = False
 
     def begin_step(self) -> None:
         """Records the sharded parameters; call it before each step's forward."""
@@ -76,12 +78,14 @@ class UnusedParameters:
         self._kept.complete()
 
     def keep_gradients(self) -> None:
-        """Counts the parameters that have a gradient ahead of a backward as used in the update.
+        """Counts parameters that have a gradient as used, if no backward of the update has run.
 
-        It may be of an earlier backward, each for some of the parameters, or zeros that
-        ``zero_grad(set_to_none=False)`` leaves, by which an optimizer still decays weights.
+        It may be of the user's own accumulation, or zeros that ``zero_grad(set_to_none=False)``
+        leaves, by which an optimizer still decays weights. Behind a backward FSDP2 has made zeros.
         """
-        self._reached |= {n for n, p in self._sharded.items() if p.grad is not None}
+        if not self._has_backward:
+            self._reached |= {n for n, p in self._sharded.items() if p.grad is not None}
+        self._has_backward = True
 
     def end_update(self) -> list[str]:
         """Ends the backward that completes an update. Collective: every rank must call it.
@@ -94,7 +98,7 @@ class UnusedParameters:
         found = list(self._sharded.items())
         reached = self._reached | {n for n, p in found if is_left_whole(p) and p.grad is not None}
         unused = [p.requires_grad and name not in reached for name, p in found]
-        self._reached.clear()
+        self.begin_update()
         by_all = torch.tensor(unused, dtype=torch.uint8)
         dist.all_reduce(by_all, dist.ReduceOp.MIN, self._group)
         return [name for (name, _), flag in zip(found, by_all.tolist(), strict=True) if flag]

@@ -101,6 +101,7 @@ OWN: Plan = ((0,), (1,))
 FIRST_ONLY: Plan = ((0,), (NONE,))
 TURNS: Plan = ((0, NONE), (NONE, 0))
 ONCE_AN_UPDATE: Plan = ((0, NONE), (NONE, NONE))
+EVERY_OTHER_UPDATE: Plan = ((0, 0, NONE, NONE), (0, NONE, NONE, NONE))
 DDP, FSDP = DDPStrategy, FSDPStrategy
 CASES: dict[type[Strategy], list[tuple[Plan, Callable[[], Strategy], int]]] = {
     DDP: [
@@ -113,6 +114,12 @@ CASES: dict[type[Strategy], list[tuple[Plan, Callable[[], Strategy], int]]] = {
         (FIRST_ONLY, partial(FSDP, sync_every_microstep=True), 2),
         (TURNS, FSDP, 1),
         (ONCE_AN_UPDATE, partial(FSDP, find_unused_parameters=True), 1),
+        (EVERY_OTHER_UPDATE, partial(FSDP, find_unused_parameters=True, shard="gradients"), 2),
+        (
+            EVERY_OTHER_UPDATE,
+            partial(FSDP, find_unused_parameters=True, sync_every_microstep=True),
+            2,
+        ),
     ],
 }
 SENDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")

@@ -110,8 +110,8 @@ class TrainingLengths(LoaderEnds):
     def __init__(self, notes: RankNotes, group: dist.ProcessGroup) -> None:
         super().__init__(
             "train on",
-            "`limit_train_batches`; or, if the data has a length, define `__len__` and pass"
-            " uneven_inputs=True to DDPStrategy",
+            "`limit_train_batches`; or, if the data has a length and DDPStrategy averages"
+            " gradients, define `__len__` and pass uneven_inputs=True",
         )
         self._notes = notes
         self._group = group
@@ -127,8 +127,9 @@ class TrainingLengths(LoaderEnds):
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"The ranks have {lengths} training batches, and the ones with more would wait for"
-                " the others' gradients for ever. Use a sampler that shares the samples out evenly,"
-                " like Lightning's own, or `limit_train_batches`, or pass uneven_inputs=True."
+                " the others for ever. Use a sampler that shares the samples out evenly, like"
+                " Lightning's own, or `limit_train_batches`, or, where DDPStrategy averages"
+                " gradients, pass uneven_inputs=True."
             )
         self._telling = self._group if any(unknown for _, unknown in gathered) else None
         self._num_begun = 0
