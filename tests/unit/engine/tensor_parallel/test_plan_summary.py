@@ -99,7 +99,11 @@ ATTENTIONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "width in the code": (WritesWidth, "cannot compute with a part of its features"),
     "cannot be run": (NeedsMore, "computes with the width of all heads, and could not be run"),
     "count in the config": (AsksConfig, "counts its heads in more than one place; read only self."),
-    "odd heads": (OddHeads, "Use a tp_size of [1, 3], or another number of heads, or a plan={"),
+    "odd heads": (
+        OddHeads,
+        "Use a tp_size of [1, 3], or another number of heads, or a plan={...} without the"
+        " attention: the n_head=3 of",
+    ),
     "one key head": (
         lambda: Knows(num_key_value_heads=1),
         "no number of ranks divides its heads (n_head=4, num_key_value_heads=1)",
