@@ -116,8 +116,9 @@ class UnusedParameters:
         if not known.requires_grad or is_left_whole(known):
             return False
         parameter = self._module.get_parameter(name)
-        # While a unit is gathered it has other parameters, the same ones each time.
-        if parameter is known:
+        # While a unit is gathered it has other parameters, the same ones each time. Those of a unit
+        # in this one may be frozen still, as they were gathered, until it is called itself.
+        if parameter is known or not parameter.requires_grad:
             return False
         # The hook holds names only: torch hides a hook's references from the garbage collector, so
         # a hook that referred to the parameter's module would keep the module alive for ever.

@@ -144,6 +144,7 @@ class Gan(L.LightningModule):
 WAYS = ("toggled", "scored", "frozen", "accumulated", "twice", "one_is_left", "closures")
 STRATEGIES: dict[str, Any] = {
     "blocks": FSDPStrategy,
+    "kept": lambda: FSDPStrategy(reshard_after_forward=False),
     "whole": lambda: FSDPStrategy(ByClass(["Sequential"]), reshard_after_forward=False),
     "replicas": lambda: MeshStrategy(dp_replicate=2, dp_shard=1),
     "recomputed": lambda: FSDPStrategy(activation_checkpointing="full"),
@@ -173,8 +174,8 @@ def test_equals_one_device(workers: WorkerPool, way: str) -> None:
     assert_close(joined(workers.run(2, fit, "blocks", way)), of_one_device(way))
 
 
-@pytest.mark.some("recomputed", "whole")
-@pytest.mark.parametrize("name", ["whole", "replicas", "recomputed"])
+@pytest.mark.some("recomputed", "whole", "kept")
+@pytest.mark.parametrize("name", ["kept", "whole", "replicas", "recomputed"])
 def test_equals_it_however_parameters_are_sharded(workers: WorkerPool, name: str) -> None:
     # A recomputation would find the layer thawed, on one device, too.
     frozen = () if name == "recomputed" else ("frozen",)
