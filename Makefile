@@ -70,7 +70,8 @@ unit: install
 	$(BIN)/python -m pytest tests/unit $(ALL)
 
 integration: install
-	$(BIN)/python -m pytest tests/integration tests/differential tests/faults --durations=40 $(ALL)
+	$(if $(ALL),WORKERS_START_BY=spawn )$(BIN)/python -m pytest tests/integration tests/differential tests/faults \
+	  --durations=40 $(ALL)
 
 test-p2p: install  ## Run the tests of parity with tensors sent point to point between stages
 	$(BIN)/python -m pytest $(P2P_TESTS) --transport p2p $(ALL)
@@ -83,7 +84,7 @@ all-modules: install  ## Train each ordinary module under each strategy, where t
 
 SECONDS ?= 600
 fuzz: install  ## Compare random runs with one device; SECONDS=, RUNS= and SEED= say how long and which
-	$(BIN)/python -m tests.differential --seconds $(SECONDS) $(if $(RUNS),--runs $(RUNS)) $(if $(SEED),--seed $(SEED))
+	WORKERS_START_BY=spawn $(BIN)/python -m tests.differential --seconds $(SECONDS) $(if $(RUNS),--runs $(RUNS)) $(if $(SEED),--seed $(SEED))
 
 faults: install  ## Train while processes are killed, stopped, fail; RUNS= and SEED= say how often and which
 	$(BIN)/python -m tests.faults $(if $(RUNS),--runs $(RUNS)) $(if $(SEED),--seed $(SEED))

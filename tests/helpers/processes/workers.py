@@ -32,7 +32,9 @@ from torch.distributed import TCPStore
 
 from tests.helpers.processes import stacks
 
-CONTEXT = multiprocessing.get_context("forkserver")
+# Forked from one server, all have one hash seed; spawned, in twice the time, each has its own, as a
+# launcher's ranks do: what a rank takes from a set then has another order than on other ranks.
+CONTEXT = multiprocessing.get_context(os.environ.get("WORKERS_START_BY", "forkserver"))
 CONTEXT.set_forkserver_preload(["tests.helpers.processes.preload"])
 
 MOST_THREADS = 100
