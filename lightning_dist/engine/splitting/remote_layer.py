@@ -97,6 +97,14 @@ class RemoteLayer(nn.Module):
         """Returns an entry of a layer that is a sequence or a list, as it does attributes."""
         return self.__getattr__("__getitem__")(key)
 
+    def __len__(self) -> int:
+        """Returns the length of a layer that is a sequence or a list."""
+        return len(self.skeleton)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        """Returns whether the layer is true: without this, `__len__` would be asked."""
+        return bool(self.skeleton)
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:

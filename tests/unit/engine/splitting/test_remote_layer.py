@@ -117,3 +117,13 @@ def test_parts_are_found_by_their_places_in_a_layer_too() -> None:
     assert [type(part) for part in model[0]] == [Layer, nn.LayerNorm]
     assert not model[0][1].eval().training
     layers.detach()
+
+
+def test_is_as_long_and_as_true_as_the_layer() -> None:
+    model = nn.Sequential(Layer(), nn.Sequential(), nn.Sequential(Layer()), Layer()).double()
+    truths = [bool(layer) for layer in model]
+    cut(model, [3, 1], [1])
+    assert [bool(layer) for layer in model] == truths == [True, False, True, True]
+    assert [len(layer) for layer in model[1:3]] == [0, 1]
+    with pytest.raises(TypeError, match=r"'Layer' has no len\(\)"):
+        len(model[0])
