@@ -3,7 +3,8 @@
 A step runs inside of the sharded root, which gathers what no unit has. A hook that calls
 ``module(x)``, or one of the module's children, passes by the root. So such a call gathers by
 itself, and frees the weights again. All ranks must make it, as they must run the same units in a
-step. It records no graph: its weights would be gone in a backward.
+step. It records no graph: its weights would be gone in a backward. A checkpoint's recomputation in
+the backward is of the step, which a part that the step calls by itself would look beside.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class CallsBesideSteps:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Returns the context manager of a step, in which nothing is to be done."""
-        self._is_in_step = True
+        """Returns the context manager of a step or its backward: nothing is to be done there."""
+        was_in_step, self._is_in_step = self._is_in_step, True
         try:
             yield
         finally:
-            self._is_in_step = False
+            self._is_in_step = was_in_step
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, *_: object) -> None:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.sharding.call_hooks import keep_containers
+from lightning_dist.engine.sharding.gathered import param_groups, show_gathered_in_calls
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.tensors.dtensor import is_dtensor, shard_like, stacked_dim
 from lightning_dist.engine.tensors.module_tree import set_attribute
@@ -105,20 +106,6 @@ def skip_never_gathered(roots: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for parameter, dtype in zip(never, dtypes, strict=True):
             parameter.reduce_dtype = dtype
-
-
-def param_groups(root: nn.Module) -> Iterator[Any]:
-    """Yields the groups of parameters of all units in a module."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            yield from groups_of(module)
-
-
-def groups_of(module: FSDPModule) -> list[Any]:
-    """Returns the groups of parameters that FSDP2 gathers for a module's own call."""
-    state: Any = module._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None)  # in newer versions
-    return [*filter(None, [state._fsdp_param_group] if found is None else found)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +193,7 @@ def shard(
             ignored_params=apart | left_whole,
         )
         keep_containers(part)
-        _follow_shards(part)
+        show_gathered_in_calls(part)
     # A root's input is the user's batch, targets too: their dtype is not ours to change.
     for root in roots:
         usual = of_complex if root in are_complex else precision
@@ -219,27 +206,10 @@ def shard(
                 ignored_params=apart | left_whole | others,
             )
         keep_containers(root)
-        _follow_shards(root)
+        show_gathered_in_calls(root)
     for name, parameter in module.named_parameters():  # FSDP2 has replaced them
         vars(parameter).update(attributes.get(name, {}))
     return tuple(root for root in roots if isinstance(root, FSDPModule))
-
-
-def _follow_shards(unit: nn.Module) -> None:
-    """Freezes and thaws weights that have stayed gathered where their shards were meanwhile."""
-    seen: dict[Any, bool] = {}
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def follow(module: FSDPModule, _: object) -> None:
-        for group in groups_of(module):
-            for parameter in group.fsdp_params:
-                is_trained = parameter.sharded_param.requires_grad
-                # A step may have frozen the gathered ones themselves, which it finds by their name.
-                if seen.get(parameter, is_trained) != is_trained:
-                    parameter._unsharded_param.requires_grad_(is_trained)
-                seen[parameter] = is_trained
-
-    unit.register_forward_pre_hook(follow)
 
 
 @contextmanager

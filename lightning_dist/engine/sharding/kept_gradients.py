@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_dist.engine.sharding.fully_shard import param_groups
+from lightning_dist.engine.sharding.gathered import param_groups
 
 
 class KeptGradients:
@@ -37,6 +37,24 @@ class KeptGradients:
                 if gradient is None and parameter.sharded_param.requires_grad:
                     zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtypes[0])
                     parameter.unsharded_accumulated_grad = zeros.requires_grad_(False)
+
+    def not_reduced(self) -> list[nn.Parameter]:
+        """Lists the sharded parameters of which a backward that reduces has kept gradients.
+
+        FSDP2 reduces nothing more of a unit that a reentrant checkpoint calls, with gradients,
+        when another of the unit's calls has had its backward.
+        """
+        return [
+            parameter.sharded_param
+            for group in self._groups
+            if group.reduce_grads
+            for parameter in group.fsdp_params
+            if hasattr(parameter, "_unsharded_param")  # it has been gathered
+            and (
+                parameter._unsharded_param.grad is not None
+                or parameter.unsharded_accumulated_grad is not None
+            )
+        ]
 
     def drop(self) -> None:
         """Drops what is kept for an update that never came, as ``zero_grad`` does elsewhere."""

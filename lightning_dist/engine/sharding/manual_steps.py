@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.sharding.fully_shard import is_indivisible, reshard
+from lightning_dist.engine.sharding.gathered import show_shards_behind_calls
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.tensors.module_tree import (
     outermost,
@@ -33,6 +34,7 @@ class ManualSteps:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
+        show_shards_behind_calls(root)
 
     @contextmanager
     def step(self) -> Iterator[None]:

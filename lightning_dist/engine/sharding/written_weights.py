@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_dist.engine.sharding.fully_shard import groups_of, wait_for_writes
+from lightning_dist.engine.sharding.fully_shard import wait_for_writes
+from lightning_dist.engine.sharding.gathered import groups_of
 from lightning_dist.engine.tensors.dtensor import local_part
 
 

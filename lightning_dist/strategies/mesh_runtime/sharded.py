@@ -26,7 +26,6 @@ from lightning_dist.engine.parallelize.separate_updates import check_separate_up
 from lightning_dist.engine.sharding.fully_shard import is_left_whole
 from lightning_dist.engine.tensors.dtensor import take_whole_numbers
 from lightning_dist.strategies.base import lightning_internals
-from lightning_dist.strategies.base.callback_order import is_overridden_by_user
 from lightning_dist.strategies.base.clipping import ClipGradNorm, norms_of_whole_gradient
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.model_checks import (
@@ -47,8 +46,6 @@ from lightning_dist.strategies.pipelining.checks import (
     check_trainer,
     one_optimizer,
 )
-
-_BETWEEN_PASSES = ("on_before_zero_grad", "on_before_backward")
 
 
 class ShardedStrategy(ShardedPlacement):
@@ -202,8 +199,6 @@ class ShardedStrategy(ShardedPlacement):
         default = partial(super().backward, closure_loss, optimizer, *args, **kwargs)
         if self._hook_check is not None:
             self._hook_check.check(accumulating=self._is_accumulating)
-        if is_overridden_by_user(_BETWEEN_PASSES, self.module):
-            self.sharded.written.keep()
         if self.mesh.pp > 1:  # whose backwards have run in the step
             self.seed_update()
         return self.sharded.backward(closure_loss, default, accumulating=self._is_accumulating)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
+from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.data_parallel.missing_gradients import parameters_without_gradient
 from lightning_dist.engine.parallelize.composition import ParallelModule
 from lightning_dist.engine.parallelize.mixed_tensors import explain_shard_errors
@@ -28,6 +29,7 @@ from lightning_dist.engine.sharding.fully_shard import (
     reshard,
     skip_never_gathered,
 )
+from lightning_dist.engine.sharding.gathered import param_groups, show_gathered, show_shards
 from lightning_dist.engine.sharding.kept_gradients import KeptGradients
 from lightning_dist.engine.sharding.manual_steps import ManualSteps
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
@@ -81,6 +83,8 @@ class ShardedModule:
         self._tensor_parallel = composed.tensor_parallel
         self._shards = composed.shards
         self._logits = None if composed.tensor_parallel is None else composed.tensor_parallel.logits
+        shards = (cast(nn.Module, root) for root in self._shards)
+        self._groups = [group for root in shards for group in param_groups(root)]
         self._kept_gradients = KeptGradients(self._shards)
         self._entered: set[nn.Module] = set()
         self._are_trained = b""  # a flag for each parameter
@@ -160,7 +164,10 @@ class ShardedModule:
 
     def train(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         """Runs a step, a method of the module, whose result will be differentiated."""
-        return self._run(step, context, args, kwargs, training=True)
+        try:
+            return self._run(step, context, args, kwargs, training=True)
+        finally:
+            show_shards(self._groups)
 
     def evaluate(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         """Runs a step without gradients."""
@@ -176,8 +183,7 @@ class ShardedModule:
             self._unused.begin_step()
 
         def entered(*args: Any, **kwargs: Any) -> Any:
-            in_step = nullcontext() if self._beside is None else self._beside.step()
-            with in_step, self.check_units(training=training):
+            with self._in_step(), self.check_units(training=training):
                 return self.wrap_step(step)(*args, **kwargs)
 
         (root,) = self._roots
@@ -216,8 +222,13 @@ class ShardedModule:
         if self._unused is not None:
             self._unused.begin_backward()
         in_loss = nullcontext() if self._logits is None else loss_parallel()
-        with in_loss, skip_never_gathered(self._roots if self._shards else ()):
+        roots = self._roots if self._shards else ()
+        show_gathered(self._groups)  # which a recomputation may use
+        with self._in_step(), in_loss, skip_never_gathered(roots):
             yield
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._beside is None else self._beside.step()
 
     def backward(
         self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool
@@ -231,7 +242,20 @@ class ShardedModule:
             # Hooks ahead of a backward still see the gradients of the last update.
             loss.register_hook(lambda _: self.begin_sums())
         with self.backward_context(), explain_shard_errors(has_units=self.is_sharded):
-            return default()
+            result = default()
+        self._check_reduced()
+        return result
+
+    def _check_reduced(self) -> None:
+        lost = {id(parameter) for parameter in self._kept_gradients.not_reduced()}
+        if lost:
+            show_shards(self._groups)
+            names = [name for name, p in self.module.named_parameters() if id(p) in lost]
+            raise ValueError(
+                f"Gradients of {shorten(names)} would be lost: a reentrant checkpoint calls that"
+                " unit, and so does the step outside of it. Write `checkpoint(...,"
+                " use_reentrant=False)`."
+            )
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:
         """Raises ``ValueError`` if a layer was not used for the outputs as the plan says."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import lightning as L
@@ -9,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from lightning_dist import FSDPStrategy
 from lightning_dist.wrap import ByClass
 from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
-from tests.helpers.processes.workers import WorkerPool
+from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 
 HOOKS = (
     "on_fit_start",
@@ -124,5 +126,60 @@ def test_a_hook_calls_a_model_of_units_before_the_first_step(workers: WorkerPool
     ((expected, ((_, seen),)),) = workers.run(1, fit_units, 1)
     for state, ((_, own),) in workers.run(2, fit_units, 2):
         torch.testing.assert_close(own, seen, rtol=1e-10, atol=1e-12)
+        for key, tensor in expected.items():
+            torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-12)
+
+
+class Recomputing(Encoding):
+    """Its step checkpoints parts that it calls itself, whose calls the backward repeats."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.middle = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        self.head = nn.Linear(3, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.encoder(batch[0])
+        for part in (lambda x: x + self.middle(x), self.head):
+            h = checkpoint(part, h, use_reentrant=self.use_reentrant)
+        return F.cross_entropy(h + self.middle(h), batch[1])
+
+
+def fit_recomputing(devices: int, use_reentrant: bool, manual: bool) -> dict[str, Tensor]:
+    strategy: Any = FSDPStrategy() if devices > 1 else "auto"
+    kind = InHand if manual else Recomputing
+    module = make_module(kind, use_reentrant=use_reentrant)
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
+    trainer.fit(module, make_loader(24), make_loader(8))
+    return state_of(module)
+
+
+class InHand(Recomputing):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_gradients_that_a_reentrant_checkpoint_loses_are_named(workers: WorkerPool) -> None:
+    with pytest.raises(CaseFailedError) as error:
+        workers.run(2, fit_recomputing, 2, True, True)
+    message = r"ValueError: Gradients of middle\.0\.weight, middle\.0\.bias would be lost"
+    assert len(re.findall(message, str(error.value))) == 2
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "manual"), [(False, False), (True, False), (False, True)]
+)
+def test_a_step_recomputes_parts_that_it_calls_itself(
+    workers: WorkerPool, use_reentrant: bool, manual: bool
+) -> None:
+    (expected,) = workers.run(1, fit_recomputing, 1, use_reentrant, manual)
+    for state in workers.run(2, fit_recomputing, 2, use_reentrant, manual):
         for key, tensor in expected.items():
             torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-12)

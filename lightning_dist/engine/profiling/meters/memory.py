@@ -105,7 +105,9 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         for name in flatten()[0]:
-            yield from _storages(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # a DTensor's mesh, too, is listed
+                yield from _storages(inner)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
 

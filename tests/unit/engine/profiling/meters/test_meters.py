@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import DeviceType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_dist.engine.common.mesh_shape import MeshShape
 from lightning_dist.engine.profiling.meters.memory import (
@@ -102,6 +106,19 @@ class Compiled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).tanh()
+
+
+def test_a_dtensor_counts_by_its_local_part() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.randn(ROWS, WIDTH), mesh, [Shard(0)]).requires_grad_()
+        meter = ActivationMeter([])
+        with meter:
+            x.exp().sum()
+        assert meter.peak_bytes == ACTIVATION_BYTES // 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_sparse_and_jagged_tensors_are_counted_by_what_they_are_made_of() -> None:
