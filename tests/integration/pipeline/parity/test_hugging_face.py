@@ -159,7 +159,7 @@ class Sharing(L.LightningModule):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.model = build(name)
+        self.model = build(name, **({"num_layers": 4} if name == SHARES else {}))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return loss_of(self.model, batch)
@@ -179,11 +179,23 @@ def fit_sharing(name: str, options: dict[str, Any] | None) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in state.items()}
 
 
-@pytest.mark.parametrize(("name", "layers"), [("GemmaForCausalLM", "auto"), (SHARES, T5_BLOCKS)])
+@pytest.mark.some(
+    "GemmaForCausalLM-auto-1f1b",
+    "T5ForConditionalGeneration-model.encoder.block-zbv",
+)
+@pytest.mark.parametrize(
+    ("name", "layers", "schedule"),
+    [
+        ("GemmaForCausalLM", "auto", "1f1b"),
+        (SHARES, T5_BLOCKS, "1f1b"),
+        (SHARES, T5_BLOCKS, "zb_h1"),
+        (SHARES, T5_BLOCKS, "zbv"),
+    ],
+)
 def test_an_embedding_on_two_stages_is_trained_as_one(
-    workers: WorkerPool, name: str, layers: str
+    workers: WorkerPool, name: str, layers: str, schedule: str
 ) -> None:
-    options = {"schedule": "1f1b", "num_microbatches": 2, "layers": layers}
+    options = {"schedule": schedule, "num_microbatches": 2, "layers": layers}
     expected = fit_sharing(name, None)
     states = workers.run(2, fit_sharing, name, options)
     assert states[0].keys() | states[1].keys() == expected.keys()
