@@ -35,39 +35,45 @@ def groups_of(module: FSDPModule) -> list[Any]:
 
 
 def show_shards(groups: Iterable[Any]) -> None:
-    """Puts the shards back in their places; what is gathered stays so."""
-    for group in groups:
-        for parameter in group.fsdp_params:
-            if parameter.sharded_state is not ShardedState.SHARDED:
-                parameter._setattr_on_modules(parameter.sharded_param)
+    """Puts the shards back in their places; what is gathered stays so.
+
+    What has been frozen or thawed while the copies were there, is so as shards.
+    """
+    for parameter in _parameters(groups):
+        if parameter.sharded_state is ShardedState.SHARDED:
+            continue
+        if _shown(parameter) is not parameter.sharded_param:
+            parameter.sharded_param.requires_grad_(_shown(parameter).requires_grad)
+        parameter._setattr_on_modules(parameter.sharded_param)
 
 
 def show_gathered(groups: Iterable[Any]) -> None:
-    """Puts the copies of what is gathered in the places of the shards."""
+    """Puts the copies of what is gathered in the places of the shards, frozen where these are."""
+    for parameter in _parameters(groups):
+        is_gathered = parameter.sharded_state is ShardedState.UNSHARDED
+        if is_gathered and _shown(parameter) is parameter.sharded_param:
+            parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+            parameter._setattr_on_modules(parameter._unsharded_param)
+
+
+def _parameters(groups: Iterable[Any]) -> Iterator[Any]:
     for group in groups:
-        for parameter in group.fsdp_params:
-            if parameter.sharded_state is ShardedState.UNSHARDED:
-                parameter._setattr_on_modules(parameter._unsharded_param)
+        yield from group.fsdp_params
+
+
+def _shown(parameter: Any) -> nn.Parameter:
+    """Returns what is in a parameter's place: the shard, or a copy."""
+    place = parameter._module_info
+    found: nn.Parameter = place.module._parameters[place.param_name]
+    return found
 
 
 def show_gathered_in_calls(unit: nn.Module) -> None:
-    """Lets a unit have its copies in each of its calls, those that have waited for it, too.
-
-    They are frozen and thawed where their shards were meanwhile.
-    """
-    seen: dict[Any, bool] = {}
+    """Lets a unit have its copies in each of its calls, those that have waited for it, too."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def show(module: FSDPModule, _: object) -> None:
-        groups = groups_of(module)
-        show_gathered(groups)
-        for group in groups:
-            for parameter in group.fsdp_params:
-                is_trained = parameter.sharded_param.requires_grad
-                # A step may have frozen the copies themselves, which it finds by their name.
-                if seen.get(parameter, is_trained) != is_trained:
-                    parameter._unsharded_param.requires_grad_(is_trained)
-                seen[parameter] = is_trained
+        show_gathered(groups_of(module))
 
     unit.register_forward_pre_hook(show)
 

@@ -23,6 +23,7 @@ class Clearing(L.LightningModule):
         self.first, self.middle = nn.Linear(12, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
         self.last = nn.Linear(8, 3)
         self.scale = nn.Parameter(torch.ones(3))
+        self.middle[0].bias.requires_grad_(False)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
