@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_dist.engine.sharding.fully_shard import reshard
+from lightning_dist.engine.sharding.gathered import is_in_backward
 
 
 class CallsBesideSteps:
@@ -43,16 +44,16 @@ class CallsBesideSteps:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Returns the context manager of a step or its backward: nothing is to be done there."""
-        was_in_step, self._is_in_step = self._is_in_step, True
+        """Returns the context manager of a step, in which nothing is to be done."""
+        self._is_in_step = True
         try:
             yield
         finally:
-            self._is_in_step = was_in_step
+            self._is_in_step = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, *_: object) -> None:
-        if self._is_in_step:
+        if self._is_in_step or is_in_backward():
             return
         if self._depth == 0:
             self._had_gradients = torch.is_grad_enabled()
@@ -62,7 +63,7 @@ class CallsBesideSteps:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, *_: object) -> None:
-        if self._is_in_step:
+        if self._is_in_step or is_in_backward():
             return
         self._depth -= 1
         if self._depth == 0:

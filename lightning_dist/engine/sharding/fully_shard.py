@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.sharding.call_hooks import keep_containers
-from lightning_dist.engine.sharding.gathered import param_groups, show_gathered_in_calls
+from lightning_dist.engine.sharding.gathered import gather_for_calls, param_groups
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.tensors.dtensor import is_dtensor, shard_like, stacked_dim
 from lightning_dist.engine.tensors.module_tree import set_attribute
@@ -193,7 +193,7 @@ def shard(
             ignored_params=apart | left_whole,
         )
         keep_containers(part)
-        show_gathered_in_calls(part)
+        gather_for_calls(part)
     # A root's input is the user's batch, targets too: their dtype is not ours to change.
     for root in roots:
         usual = of_complex if root in are_complex else precision
@@ -206,7 +206,7 @@ def shard(
                 ignored_params=apart | left_whole | others,
             )
         keep_containers(root)
-        show_gathered_in_calls(root)
+        gather_for_calls(root)
     for name, parameter in module.named_parameters():  # FSDP2 has replaced them
         vars(parameter).update(attributes.get(name, {}))
     return tuple(root for root in roots if isinstance(root, FSDPModule))

@@ -4,9 +4,10 @@ FSDP2 puts whole copies in place of a unit's shards for its forward. Copies that
 behind the forward it leaves there until the backward. But gradients and optimizers are of the
 shards: of the copies, a hook between the two passes would read no gradient in ``parameter.grad``,
 and ``module.zero_grad()`` would clear none. So there the module has its shards, while the copies
-wait for the backward.
+wait for the backward. Another call gathers anew, for hooks may have written into the shards.
 
-FSDP2 has no public function for this, nor for which copies belong to which shards.
+FSDP2 has no public function for this, nor for which copies belong to which shards. Nor has torch
+one that tells whether a backward runs.
 """
 
 from __future__ import annotations
@@ -49,11 +50,24 @@ def show_shards(groups: Iterable[Any]) -> None:
 
 def show_gathered(groups: Iterable[Any]) -> None:
     """Puts the copies of what is gathered in the places of the shards, frozen where these are."""
-    for parameter in _parameters(groups):
-        is_gathered = parameter.sharded_state is ShardedState.UNSHARDED
-        if is_gathered and _shown(parameter) is parameter.sharded_param:
-            parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
-            parameter._setattr_on_modules(parameter._unsharded_param)
+    for parameter in waiting(groups):
+        parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+        parameter._setattr_on_modules(parameter._unsharded_param)
+
+
+def gathered(groups: Iterable[Any]) -> list[Any]:
+    """Lists FSDP2's descriptions of the parameters of which there are copies at the moment."""
+    return [p for p in _parameters(groups) if p.sharded_state is ShardedState.UNSHARDED]
+
+
+def waiting(groups: Iterable[Any]) -> list[Any]:
+    """Lists those whose copies wait while their shards are shown."""
+    return [p for p in gathered(groups) if _shown(p) is p.sharded_param]
+
+
+def is_in_backward() -> bool:
+    """Returns whether this thread runs a backward, as one that recomputes a forward does."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _parameters(groups: Iterable[Any]) -> Iterator[Any]:
@@ -68,23 +82,30 @@ def _shown(parameter: Any) -> nn.Parameter:
     return found
 
 
-def show_gathered_in_calls(unit: nn.Module) -> None:
-    """Lets a unit have its copies in each of its calls, those that have waited for it, too."""
+def gather_for_calls(unit: nn.Module) -> None:
+    """Lets a unit whose copies wait gather anew for another call.
+
+    In the backward, which recomputes a forward, it has the copies that wait. Copies that a step by
+    hand still has are frozen and thawed where their shards were meanwhile.
+    """
+    seen: dict[Any, bool] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def show(module: FSDPModule, _: object) -> None:
-        show_gathered(groups_of(module))
-
-    unit.register_forward_pre_hook(show)
-
-
-def show_shards_behind_calls(root: nn.Module) -> None:
-    """Lets all units have their shards again behind each of their calls."""
+    def gather(module: FSDPModule, _: object) -> None:
+        groups = groups_of(module)
+        if is_in_backward():
+            show_gathered(groups)
+        elif waiting(groups):
+            module.reshard()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def show(module: FSDPModule, *_: object) -> None:
-        show_shards(groups_of(module))
+    def follow(module: FSDPModule, _: object) -> None:
+        for parameter in _parameters(groups_of(module)):
+            is_trained = parameter.sharded_param.requires_grad
+            # A step may have frozen the copies themselves, which it finds by their name.
+            if seen.get(parameter, is_trained) != is_trained:
+                parameter._unsharded_param.requires_grad_(is_trained)
+            seen[parameter] = is_trained
 
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.register_forward_hook(show)
+    unit.register_forward_pre_hook(gather, prepend=True)  # ahead of FSDP2's own
+    unit.register_forward_pre_hook(follow)

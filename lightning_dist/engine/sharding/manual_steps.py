@@ -15,7 +15,6 @@ from torch import nn
 
 from lightning_dist.engine.common.names import shorten
 from lightning_dist.engine.sharding.fully_shard import is_indivisible, reshard
-from lightning_dist.engine.sharding.gathered import show_shards_behind_calls
 from lightning_dist.engine.sharding.wrap import Unit
 from lightning_dist.engine.tensors.module_tree import (
     outermost,
@@ -30,11 +29,11 @@ class ManualSteps:
 
     Args:
         root: The sharded root, which runs the function that it is called with.
+        keep: Copies back what was written into gathered weights.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        show_shards_behind_calls(root)
+    def __init__(self, root: nn.Module, keep: Callable[[], None]) -> None:
+        self._root, self._keep = root, keep
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -42,11 +41,13 @@ class ManualSteps:
         self._root(lambda: None)  # the first module that FSDP2 sees is its root
         try:
             yield
+            self._keep()
         finally:
             reshard(self._root)
 
     def run_update(self, apply: Callable[[], object]) -> object:
         """Runs an update, and frees the weights that were gathered before it."""
+        self._keep()
         try:
             return apply()
         finally:

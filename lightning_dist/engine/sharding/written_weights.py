@@ -3,14 +3,14 @@
 On one device a step may write into weights: a teacher that follows its student, a mask that a layer
 multiplies onto its own weight. While a unit's forward runs, FSDP2 has whole copies in place of the
 shards, and frees them later with all that was written. So each rank copies its own part back into
-its shard; before the backward, too, for the root stays gathered and hooks may write. That is done
-in any case: ``weight.data.mul_(...)`` leaves no trace. Where the copies are in half precision, only
-what has left a trace is taken, for the shards are more exact.
+its shard. That is done in any case: ``weight.data.mul_(...)`` leaves no trace. Where the copies are
+in half precision, only what has left a trace is taken, for the shards are more exact.
 
 All ranks must write the same, as replicas must.
 
-A stage's weights stay gathered for all micro-batches of a round. So they are copied back once,
-before the backward that frees them.
+Weights that no forward frees are copied back once, at the end of the step, which may write into
+them behind their call. A stage's weights stay gathered for all micro-batches of a round: they are
+copied back before the backward that frees them.
 
 Of FSDP2 this module reads private attributes; no public function gives a gathered copy and its
 place. FSDP2 makes a copy once, and then only frees and allocates its memory.
@@ -50,17 +50,21 @@ class WrittenWeights:
             unit.is_waiting = False
 
     def keep(self) -> None:
-        """Copies back what is still gathered, as hooks between two passes find it."""
+        """Copies back what is still gathered, at the end of a step's forward."""
         for unit in self._units:
             unit.keep()
-        for root in self._roots:
-            wait_for_writes(root)
+        self._let_gathers_wait()
 
     def keep_waiting(self) -> None:
         """Copies back the units that wait for :meth:`keep`, after a forward without a backward."""
         for unit in self._units:
             if unit.is_waiting:
                 unit.keep()
+        self._let_gathers_wait()
+
+    def _let_gathers_wait(self) -> None:
+        for root in self._roots:
+            wait_for_writes(root)
 
 
 class _Weight:

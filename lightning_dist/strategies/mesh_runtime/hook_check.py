@@ -5,6 +5,7 @@ Each check raises ``ValueError``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import lightning.pytorch as pl
@@ -49,24 +50,28 @@ class HookCheck:
     """Refuses hooks that are added to sharded parameters, and would not run as on one device.
 
     Args:
+        gathered: Lists the copies that wait for a backward, with the names of the parameters.
         reduces_each: Whether each backward of an update reduces gradients.
     """
 
-    def __init__(self, module: pl.LightningModule, *, reduces_each: bool) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        gathered: Callable[[], list[tuple[str, nn.Parameter]]],
+        *,
+        reduces_each: bool,
+    ) -> None:
+        self._list_gathered = gathered
         self._reduces_each = reduces_each
-        self._own = list(module.named_parameters())
-        self._shards = [(name, p) for name, p in self._own if not is_left_whole(p)]
-        self._left_whole = [(name, p) for name, p in self._own if is_left_whole(p)]
+        own = list(module.named_parameters())
+        self._shards = [(name, p) for name, p in own if not is_left_whole(p)]
+        self._left_whole = [(name, p) for name, p in own if is_left_whole(p)]
         self._gathered: list[tuple[str, nn.Parameter]] | None = None
 
     def check(self, *, accumulating: bool) -> None:
         """Checks the hooks between a step's forward and its backward."""
         if self._gathered is None:
-            # The parameters that the root has gathered for a step; the same tensors in each step.
-            own = {id(parameter) for _, parameter in self._own}
-            found = self._module.named_parameters()
-            self._gathered = [(name, p) for name, p in found if id(p) not in own]
+            self._gathered = self._list_gathered()  # the same tensors in each step
         for name, parameter in self._shards:
             if has_gradient_hooks(parameter):
                 before, behind = gradient_hooks_of(parameter)

@@ -87,7 +87,9 @@ class ShardedStrategy(ShardedPlacement):
             self._undo += (reduce_metrics_over(self.module.modules(), self.data_group),)
         if self.is_fitting and self.sharded.is_sharded:
             reduces_each = self._shard_config.sync_every_microstep
-            self._hook_check = HookCheck(self.module, reduces_each=reduces_each)
+            self._hook_check = HookCheck(
+                self.module, self.sharded.gathered, reduces_each=reduces_each
+            )
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

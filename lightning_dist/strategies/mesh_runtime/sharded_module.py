@@ -29,7 +29,12 @@ from lightning_dist.engine.sharding.fully_shard import (
     reshard,
     skip_never_gathered,
 )
-from lightning_dist.engine.sharding.gathered import param_groups, show_gathered, show_shards
+from lightning_dist.engine.sharding.gathered import (
+    gathered,
+    param_groups,
+    show_gathered,
+    show_shards,
+)
 from lightning_dist.engine.sharding.kept_gradients import KeptGradients
 from lightning_dist.engine.sharding.manual_steps import ManualSteps
 from lightning_dist.engine.sharding.unit_agreement import UnitAgreement
@@ -90,13 +95,15 @@ class ShardedModule:
         self._are_trained = b""  # a flag for each parameter
         for root in self._roots if self._shards else ():
             root.register_forward_pre_hook(self._note_entry)  # behind FSDP2's own
-        self.written = WrittenWeights(self._shards, in_rounds=composed.split is not None)
+        self.written = WrittenWeights(self._shards, in_rounds=not composed.is_manual)
         self._beside: CallsBesideSteps | None = None
         if self._shards and composed.split is None:
             self._beside = CallsBesideSteps(self.module, self._roots[0])
         self.units = units
         self._unused = unused
-        self._manual = ManualSteps(self._roots[0]) if composed.is_manual else None
+        self._manual: ManualSteps | None = None
+        if composed.is_manual:
+            self._manual = ManualSteps(self._roots[0], self.written.keep)
 
     @property
     def is_manual(self) -> bool:
@@ -107,6 +114,15 @@ class ShardedModule:
     def is_sharded(self) -> bool:
         """Whether parameters are gathered for a forward."""
         return bool(self._shards)
+
+    def gathered(self) -> list[tuple[str, nn.Parameter]]:
+        """Lists the copies that are gathered for a backward, with the names of the parameters."""
+        copies: dict[int, nn.Parameter] = {}
+        for p in gathered(self._groups):
+            copies |= dict.fromkeys(
+                (id(p.sharded_param), id(p._unsharded_param)), p._unsharded_param
+            )
+        return [(n, copies[id(p)]) for n, p in self.module.named_parameters() if id(p) in copies]
 
     @property
     def layers(self) -> str:
@@ -164,6 +180,7 @@ class ShardedModule:
 
     def train(self, step: Step, context: StepContext, *args: Any, **kwargs: Any) -> Any:
         """Runs a step, a method of the module, whose result will be differentiated."""
+        self.written.begin_round()
         try:
             return self._run(step, context, args, kwargs, training=True)
         finally:
@@ -183,15 +200,19 @@ class ShardedModule:
             self._unused.begin_step()
 
         def entered(*args: Any, **kwargs: Any) -> Any:
-            with self._in_step(), self.check_units(training=training):
+            in_step = nullcontext() if self._beside is None else self._beside.step()
+            with in_step, self.check_units(training=training):
                 return self.wrap_step(step)(*args, **kwargs)
 
         (root,) = self._roots
         with context(), explain_shard_errors(has_units=self.is_sharded):
-            if self._manual is None or not training:
-                return root(entered, *args, **kwargs)
-            with self._manual.step():
-                return entered(*args, **kwargs)
+            if training and self._manual is not None:
+                with self._manual.step():
+                    return entered(*args, **kwargs)
+            result = root(entered, *args, **kwargs)
+            if training:
+                self.written.keep()
+            return result
 
     def check_units(self, *, training: bool) -> AbstractContextManager[None]:
         """Returns the check that all ranks used the same FSDP units in this step."""
@@ -222,13 +243,8 @@ class ShardedModule:
         if self._unused is not None:
             self._unused.begin_backward()
         in_loss = nullcontext() if self._logits is None else loss_parallel()
-        roots = self._roots if self._shards else ()
-        show_gathered(self._groups)  # which a recomputation may use
-        with self._in_step(), in_loss, skip_never_gathered(roots):
+        with in_loss, skip_never_gathered(self._roots if self._shards else ()):
             yield
-
-    def _in_step(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._beside is None else self._beside.step()
 
     def backward(
         self, loss: Tensor, default: Callable[[], Tensor], *, accumulating: bool
@@ -238,13 +254,19 @@ class ShardedModule:
         self.end_check()
         if self._unused is not None:
             self._unused.keep_gradients()
-        if self._tensor_parallel is not None and loss.requires_grad:
-            # Hooks ahead of a backward still see the gradients of the last update.
-            loss.register_hook(lambda _: self.begin_sums())
+        if loss.requires_grad:
+            # Hooks ahead of a backward still see the shards, and gradients of the last update.
+            loss.register_hook(lambda _: self._begin_backward())
         with self.backward_context(), explain_shard_errors(has_units=self.is_sharded):
             result = default()
         self._check_reduced()
         return result
+
+    def _begin_backward(self) -> None:
+        if self._manual is not None:
+            self.written.keep()  # for the backward frees what the step and its hooks have written
+        show_gathered(self._groups)
+        self.begin_sums()
 
     def _check_reduced(self) -> None:
         lost = {id(parameter) for parameter in self._kept_gradients.not_reduced()}
@@ -252,9 +274,10 @@ class ShardedModule:
             show_shards(self._groups)
             names = [name for name, p in self.module.named_parameters() if id(p) in lost]
             raise ValueError(
-                f"Gradients of {shorten(names)} would be lost: a reentrant checkpoint calls that"
-                " unit, and so does the step outside of it. Write `checkpoint(...,"
-                " use_reentrant=False)`."
+                f"Gradients of {shorten(names)} would be lost: the last backward of the update has"
+                " not reduced them. Write `checkpoint(..., use_reentrant=False)` where a step uses"
+                " a layer several times. If `backward` leaves out some batches, pass"
+                " `sync_every_microstep=True`."
             )
 
     def check_graph(self, outputs: Iterable[Tensor]) -> None:

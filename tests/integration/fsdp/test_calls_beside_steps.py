@@ -21,6 +21,9 @@ from tests.helpers.processes.workers import CaseFailedError, WorkerPool
 HOOKS = (
     "on_fit_start",
     "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
     "on_train_batch_end",
     "on_validation_batch_end",
     "on_validation_epoch_end",
@@ -102,7 +105,7 @@ def fit(devices: int, hook: str) -> tuple[dict[str, Tensor], list[tuple[str, Ten
     return state_of(module), module.seen
 
 
-@pytest.mark.some("on_train_batch_end", "on_fit_start", "on_validation_epoch_end")
+@pytest.mark.some("on_after_backward", "on_before_*", "on_fit_start", "on_validation_epoch_end")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_call_the_model(workers: WorkerPool, hook: str) -> None:
     ((expected, seen),) = workers.run(1, fit, 1, hook)

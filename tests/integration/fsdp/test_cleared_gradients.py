@@ -99,9 +99,14 @@ def check(expected: dict[str, Tensor], ranks: list[dict[str, Tensor]]) -> None:
             torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-12, msg=key)
 
 
-@pytest.mark.parametrize("kind", [Clearing, InHand])
 @pytest.mark.parametrize(
-    ("name", "devices"), [("shards", 2), ("gradients", 2), ("sharded over two", 4)]
+    ("name", "devices", "kind"),
+    [
+        ("shards", 2, Clearing),
+        ("gradients", 2, Clearing),
+        ("sharded over two", 4, Clearing),
+        ("shards", 2, InHand),
+    ],
 )
 def test_equals_a_single_device(
     workers: WorkerPool, name: str, devices: int, kind: type[L.LightningModule]

@@ -81,7 +81,9 @@ def refusal(*arguments: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.some("fsdp-on_train_batch_end", "replicas-__init__", "stages-on_train_start")
+@pytest.mark.some(
+    "fsdp-on_train_batch_end", "fsdp-training_step", "replicas-__init__", "stages-on_train_start"
+)
 @pytest.mark.parametrize(
     ("name", "where"),
     [

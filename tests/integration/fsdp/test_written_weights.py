@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dist import FSDPStrategy
+from lightning_dist.wrap import ByClass
 from tests.helpers.networks.models import make_loader, make_module, make_trainer, state_of
 from tests.helpers.processes.workers import WorkerPool
 
@@ -31,11 +32,15 @@ class Masked(nn.Module):
 
 
 class Student(L.LightningModule):
-    """Has layers that write, and a teacher that follows in each step, or between its passes."""
+    """Has layers that write, and a teacher that follows in each step, or between its passes.
+
+    A teacher that follows between the passes is called there, too.
+    """
 
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
+        self.register_buffer("total", torch.zeros(()))
         self.model = nn.Sequential(
             nn.Flatten(), nn.Linear(12, 5), Masked(5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)
         )
@@ -49,21 +54,29 @@ class Student(L.LightningModule):
         for own, slow in [*pairs, (self.scale, self.teacher_scale)]:
             if self.way == "in place":
                 slow.mul_(0.9).add_(own, alpha=0.1)
-            elif self.way in ("by data", "between") or slow is not self.teacher_scale:
+            elif self.way != "anew" or slow is not self.teacher_scale:
                 slow.data.mul_(0.9).add_(own.data, alpha=0.1)
             else:  # of a shard, torch ignores it
                 slow.data = slow.data * 0.9 + own.data * 0.1
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.way != "between":
+        if self.way in ("in place", "by data", "anew"):
             self._follow()
         logits = self.model(batch[0]) * self.scale
         with torch.no_grad():
             wanted = self.teacher(batch[0]) * self.teacher_scale
+        if self.way == "behind":
+            self._follow()
         return F.cross_entropy(logits, batch[1]) + (logits - wanted).square().mean()
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         if self.way == "between":
+            self._follow()
+            x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(2, 12)
+            self.total += self.teacher(x).abs().sum()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.way == "ahead":
             self._follow()
 
     def configure_optimizers(self) -> Any:
@@ -75,6 +88,7 @@ STRATEGIES: dict[str, Any] = {
     "one": lambda: "auto",
     "shards": FSDPStrategy,
     "kept": lambda: FSDPStrategy(reshard_after_forward=False),
+    "units": lambda: FSDPStrategy(ByClass(["Masked"]), shard="gradients"),
     "offloaded": lambda: FSDPStrategy(offload="cpu"),
 }
 
@@ -84,15 +98,73 @@ def fit(name: str, way: str) -> dict[str, Tensor]:
     trainer = make_trainer(devices=1 if name == "one" else 2, strategy=strategy, max_epochs=2)
     module = make_module(Student, way=way)
     trainer.fit(module, make_loader(24))
-    return state_of(module)
+    return {**state_of(module), "total": module.total.clone()}
 
 
-@pytest.mark.some("by data-shards", "anew-shards", "in place-kept", "between-shards")
-@pytest.mark.parametrize("name", ["shards", "kept", "offloaded"])
-@pytest.mark.parametrize("way", ["in place", "by data", "anew", "between"])
+@pytest.mark.some(
+    "by data-shards", "anew-shards", "in place-kept", "between-*", "ahead-kept", "behind-units"
+)
+@pytest.mark.parametrize("name", ["shards", "kept", "units", "offloaded"])
+@pytest.mark.parametrize("way", ["in place", "by data", "anew", "between", "ahead", "behind"])
 def test_written_weights_stay(workers: WorkerPool, name: str, way: str) -> None:
     (expected,) = workers.run(1, fit, "one", way)
     for found in workers.run(2, fit, name, way):  # both ranks read the same batches
         assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12, msg=key)
+
+
+class ByHand(L.LightningModule):
+    """Its teacher follows ahead of the backward, or behind the update and two more calls."""
+
+    automatic_optimization = False
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), Masked(5), nn.Linear(5, 3))
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for own, slow in zip(self.model.parameters(), self.teacher.parameters(), strict=True):
+            slow.mul_(0.9).add_(own, alpha=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        logits = self.model(batch[0])
+        with torch.no_grad():
+            wanted = self.teacher(batch[0])
+        if self.way == "behind the calls":
+            self._follow()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(logits, batch[1]) + (logits - wanted).square().mean()
+        self.manual_backward(loss)
+        optimizer.step()
+        if self.way == "at the end":
+            with torch.no_grad():
+                self.model(batch[0]), self.teacher(batch[0])
+            self._follow()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.way == "ahead":
+            self._follow()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+
+def fit_by_hand(name: str, way: str) -> dict[str, Tensor]:
+    strategy = STRATEGIES[name]()
+    trainer = make_trainer(devices=1 if name == "one" else 2, strategy=strategy, max_epochs=2)
+    module = make_module(ByHand, way=way)
+    trainer.fit(module, make_loader(24))
+    return state_of(module)
+
+
+@pytest.mark.parametrize("way", ["behind the calls", "at the end", "ahead"])
+def test_written_weights_stay_in_steps_by_hand(workers: WorkerPool, way: str) -> None:
+    (expected,) = workers.run(1, fit_by_hand, "one", way)
+    for found in workers.run(2, fit_by_hand, "kept", way):
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12, msg=key)
