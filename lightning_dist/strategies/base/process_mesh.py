@@ -362,9 +362,9 @@ class ProcessMesh(ParallelStrategy):
             dist.broadcast_object_list(objects, src, group=self.world_group)
         except RuntimeError as error:  # of gloo, in words of its own
             error.add_note(
-                "A value was broadcast, as `trainer.log_dir` is, for which all ranks must ask. In a"
-                " step behind a pipelined model only the last stage does: read it in"
-                " `on_fit_start`, and keep it."
+                "Another rank has ended, and says why; or it has not asked for a value for which"
+                " all ranks must ask, as `trainer.log_dir`. In a step behind a pipelined model only"
+                " the last stage does: read it in `on_fit_start`, and keep it."
             )
             raise
         return objects[0]

@@ -349,22 +349,24 @@ class OfTrainable(Classifier):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
-def thaw(folder: str) -> tuple[int, str]:
-    callbacks = [Thawing(), ModelCheckpoint(folder, every_n_epochs=3)]
-    trainer = make_trainer(2, callbacks=callbacks, enable_checkpointing=True, max_epochs=4)
+def thaw(folder: str, saves: bool) -> tuple[int, str]:
+    callbacks = [Thawing(), *([ModelCheckpoint(folder, every_n_epochs=3)] if saves else [])]
+    trainer = make_trainer(2, callbacks=callbacks, enable_checkpointing=saves, max_epochs=4)
     try:
         trainer.fit(make_module(OfTrainable), make_loader(), make_loader(8))
+        trainer.save_checkpoint(f"{folder}/late")
     except Exception as error:
         return trainer.current_epoch, str(error)
     return trainer.current_epoch, ""
 
 
-def test_added_groups_are_refused_before_they_are_trained(
+def test_added_groups_are_refused_before_they_are_trained_or_when_saved_on_all_ranks(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
-    for epoch, text in workers.run(2, thaw, str(tmp_path)):
-        assert epoch == 1, text
-        assert "2 parameter groups, but `configure_optimizers` made 1" in text
+    for saves in (True, False):
+        for epoch, text in workers.run(2, thaw, str(tmp_path), saves):
+            assert epoch == (1 if saves else 4), text
+            assert "2 parameter groups, but `configure_optimizers` made 1" in text
 
 
 def shares_among_ranks() -> str:

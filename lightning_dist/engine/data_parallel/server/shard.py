@@ -57,7 +57,9 @@ class ShardOptimizer:
         """Takes a shard's weights, new groups, and the state that was loaded into an optimizer."""
         for parameter in shard:
             if parameter not in self._copies:
-                self._copies[parameter] = nn.Parameter(torch.empty_like(parameter))
+                self._copies[parameter] = nn.Parameter(
+                    torch.empty_like(parameter), requires_grad=parameter.requires_grad
+                )
             self._copies[parameter].copy_(parameter)
             vars(self._copies[parameter]).update(vars(parameter))  # the optimizer may read them
         self.weights = [self._copies[parameter] for parameter in shard]

@@ -40,6 +40,7 @@ from lightning_dist.engine.checkpoint.optimizer_state import (
 )
 from lightning_dist.engine.checkpoint.other_entries import gather_others
 from lightning_dist.engine.checkpoint.places import is_local
+from lightning_dist.engine.common.device_group import gather_objects
 from lightning_dist.engine.splitting.split import PipelineSplit
 from lightning_dist.engine.tensors.dtensor import gather, is_dtensor
 from lightning_dist.engine.tensors.tree import map_tensors
@@ -140,12 +141,15 @@ class LayoutFreeCheckpoints(AsyncSaving):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self.has_plain_state:
             return super().optimizer_state(optimizer)
-        self.check_group_names()
+        self.check_group_names(together=True)
         names = self._group_names[self.optimizers.index(optimizer)]
         return state_by_name(optimizer, self.module, names, self._first_names)
 
-    def check_group_names(self) -> None:
+    def check_group_names(self, *, together: bool = False) -> None:
         """Checks that the optimizers' groups are still those that have names, or names them anew.
+
+        Args:
+            together: Look at the groups of all ranks, so that all raise. Collective then.
 
         Raises:
             ValueError: The groups have changed, and other ranks have parameters of them.
@@ -153,10 +157,13 @@ class LayoutFreeCheckpoints(AsyncSaving):
         if self.mesh.pp == 1:
             self.name_optimizer_groups()
             return
-        for optimizer, names in zip(self.optimizers, self._group_names, strict=True):
-            if len(optimizer.param_groups) != len(names):
+        found = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        if together:
+            found = [*map(max, *gather_objects(found, self.world_group))]
+        for num_groups, names in zip(found, self._group_names, strict=True):
+            if num_groups != len(names):
                 raise ValueError(
-                    f"The optimizer has {len(optimizer.param_groups)} parameter groups, but"
+                    f"The optimizer has {num_groups} parameter groups, but"
                     f" `configure_optimizers` made {len(names)}: some were added later, by"
                     " BaseFinetuning say, and ranks do not know each other's. Make all groups in"
                     " `configure_optimizers`, or train without checkpoints and without moving"

@@ -32,3 +32,13 @@ def test_an_optimizer_finds_the_attributes_of_parameters() -> None:
     shard.follow(optimizer, [plain, scaled])
     shard.step([torch.ones(2), torch.ones(2)], [{"lr": 1.0}])
     assert shard.weights[1].tolist() == [0.75, 0.75]
+
+
+def test_a_frozen_parameter_of_integers_is_followed() -> None:
+    trained = nn.Parameter(torch.ones(2))
+    table = nn.Parameter(torch.arange(3), requires_grad=False)
+    optimizer = torch.optim.SGD([trained, table], lr=1.0)
+    shard = ShardOptimizer(optimizer)
+    shard.follow(optimizer, [trained, table])
+    shard.step([torch.ones(2), None], [{"lr": 1.0}])
+    assert [weight.tolist() for weight in shard.weights] == [[0.0, 0.0], [0, 1, 2]]
