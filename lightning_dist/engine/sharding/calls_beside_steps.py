@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.engine.sharding.fully_shard import reshard
 from lightning_dist.engine.sharding.gathered import is_in_backward
@@ -58,7 +60,10 @@ class CallsBesideSteps:
         if self._depth == 0:
             self._had_gradients = torch.is_grad_enabled()
             torch.set_grad_enabled(False)
-            self._root(lambda: None)  # gathers what no unit has
+            self._root(lambda: None)
+            cast(
+                FSDPModule, self._root
+            ).unshard()  # what no unit has; the root may not stay gathered by itself
         self._depth += 1
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -96,8 +96,12 @@ class Calling(L.Callback):
             module.mean(1.0)
 
 
-def fit(devices: int, hook: str) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
-    strategy: Any = FSDPStrategy() if devices > 1 else "auto"
+def fit(
+    devices: int, hook: str, reshard_after_forward: bool | str = "auto"
+) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
+    strategy: Any = "auto"
+    if devices > 1:
+        strategy = FSDPStrategy(reshard_after_forward=reshard_after_forward)
     callback = Calling(hook)
     trainer = make_trainer(devices=devices, strategy=strategy, callbacks=[callback], max_epochs=2)
     module = make_module(Encoding)
@@ -108,9 +112,20 @@ def fit(devices: int, hook: str) -> tuple[dict[str, Tensor], list[tuple[str, Ten
 @pytest.mark.some("on_after_backward", "on_before_*", "on_fit_start", "on_validation_epoch_end")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_call_the_model(workers: WorkerPool, hook: str) -> None:
+    compare(workers, hook)
+
+
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_train_batch_end"])
+def test_hooks_call_a_model_whose_root_is_freed_behind_its_forward(
+    workers: WorkerPool, hook: str
+) -> None:
+    compare(workers, hook, True)
+
+
+def compare(workers: WorkerPool, hook: str, *options: Any) -> None:
     ((expected, seen),) = workers.run(1, fit, 1, hook)
     assert seen
-    for state, own in workers.run(2, fit, 2, hook):  # both ranks read the same batches
+    for state, own in workers.run(2, fit, 2, hook, *options):  # both read the same batches
         for (name, value), (other, tensor) in zip(own, seen, strict=True):
             assert name == other
             torch.testing.assert_close(value, tensor, rtol=1e-10, atol=1e-12)
