@@ -4,7 +4,7 @@ A step runs inside of the sharded root, which gathers what no unit has. A hook t
 ``module(x)``, or one of the module's children, passes by the root. So such a call gathers by
 itself, and frees the weights again. All ranks must make it, as they must run the same units in a
 step. It records no graph: its weights would be gone in a backward. A checkpoint's recomputation in
-the backward is of the step, which a part that the step calls by itself would look beside.
+the backward is of the step, though it is not inside of it.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ class CallsBesideSteps:
             self._had_gradients = torch.is_grad_enabled()
             torch.set_grad_enabled(False)
             self._root(lambda: None)
-            cast(
-                FSDPModule, self._root
-            ).unshard()  # what no unit has; the root may not stay gathered by itself
+            # Gathers what no unit has, where the root has freed it again.
+            cast(FSDPModule, self._root).unshard()
         self._depth += 1
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

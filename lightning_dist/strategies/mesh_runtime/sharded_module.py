@@ -119,9 +119,8 @@ class ShardedModule:
         """Lists the copies that are gathered for a backward, with the names of the parameters."""
         copies: dict[int, nn.Parameter] = {}
         for p in gathered(self._groups):
-            copies |= dict.fromkeys(
-                (id(p.sharded_param), id(p._unsharded_param)), p._unsharded_param
-            )
+            copy = p._unsharded_param
+            copies |= {id(p.sharded_param): copy, id(copy): copy}  # either may be in its place
         return [(n, copies[id(p)]) for n, p in self.module.named_parameters() if id(p) in copies]
 
     @property

@@ -149,7 +149,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
         """Checks that the optimizers' groups are still those that have names, or names them anew.
 
         Args:
-            together: Look at the groups of all ranks, so that all raise. Collective then.
+            together: Look at the groups of all ranks, so that all raise; collective, unless a rank
+                has failed.
 
         Raises:
             ValueError: The groups have changed, and other ranks have parameters of them.
@@ -158,7 +159,8 @@ class LayoutFreeCheckpoints(AsyncSaving):
             self.name_optimizer_groups()
             return
         found = [len(optimizer.param_groups) for optimizer in self.optimizers]
-        if together:
+        if together and self.is_running:
+            self.check_peers()
             found = [*map(max, *gather_objects(found, self.world_group))]
         for num_groups, names in zip(found, self._group_names, strict=True):
             if num_groups != len(names):
