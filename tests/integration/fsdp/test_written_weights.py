@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dist import FSDPStrategy
 from lightning_dist.wrap import ByClass
@@ -166,5 +167,39 @@ def fit_by_hand(name: str, way: str) -> dict[str, Tensor]:
 def test_written_weights_stay_in_steps_by_hand(workers: WorkerPool, way: str) -> None:
     (expected,) = workers.run(1, fit_by_hand, "one", way)
     for found in workers.run(2, fit_by_hand, "kept", way):
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12, msg=key)
+
+
+class Recomputed(L.LightningModule):
+    """Writes between its passes into a layer that the backward recomputes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(12, 5), Masked(5), nn.Linear(5, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = torch.tanh(self.first(batch[0].flatten(1)))
+        return F.cross_entropy(self.last(checkpoint(self.block, h, use_reentrant=False)), batch[1])
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.block.linear.bias.mul_(0.5)  # on which no gradient of the layer depends
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_recomputed(name: str) -> dict[str, Tensor]:
+    devices = 1 if name == "one" else 2
+    trainer = make_trainer(devices=devices, strategy=STRATEGIES[name](), max_epochs=2)
+    module = make_module(Recomputed)
+    trainer.fit(module, make_loader(24))
+    return state_of(module)
+
+
+def test_a_recomputation_leaves_what_hooks_have_written(workers: WorkerPool) -> None:
+    (expected,) = workers.run(1, fit_recomputed, "one")
+    for found in workers.run(2, fit_recomputed, "units"):
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-12, msg=key)
