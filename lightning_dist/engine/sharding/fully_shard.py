@@ -82,7 +82,7 @@ def note_unfrozen(root: nn.Module) -> None:
 
     Under mixed precision such a unit has no dtype for its gradients, and its first backward fails.
     """
-    for group in param_groups(root):
+    for group in param_groups([root]):
         if getattr(group, "_orig_dtype", "unknown") is None:  # the root has been called
             group._init_mp_dtypes()
 
@@ -94,7 +94,7 @@ def skip_never_gathered(roots: Iterable[nn.Module]) -> Iterator[None]:
     Under mixed precision FSDP2 looks for the gradient of each parameter behind a backward after
     which it reduces nothing, and fails for want of a gathered copy.
     """
-    parameters = [p for root in roots for group in param_groups(root) for p in group.fsdp_params]
+    parameters = [p for group in param_groups(roots) for p in group.fsdp_params]
     # They have a dtype from the root's first forward on.
     called = [p for p in parameters if hasattr(p, "reduce_dtype")]
     never = [parameter for parameter in called if not hasattr(parameter, "_unsharded_param")]

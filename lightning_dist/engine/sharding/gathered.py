@@ -13,7 +13,7 @@ one that tells whether a backward runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 
-def param_groups(root: nn.Module) -> Iterator[Any]:
-    """Yields the groups of parameters of all units in a module."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            yield from groups_of(module)
+def param_groups(roots: Iterable[nn.Module | FSDPModule]) -> list[Any]:
+    """Lists the groups of parameters of all units in some modules."""
+    modules = (module for root in roots for module in cast(nn.Module, root).modules())
+    units = (module for module in modules if isinstance(module, FSDPModule))
+    return [group for unit in units for group in groups_of(unit)]
 
 
 def groups_of(module: FSDPModule) -> list[Any]:
@@ -85,8 +85,8 @@ def _shown(parameter: Any) -> nn.Parameter:
 def gather_for_calls(unit: nn.Module) -> None:
     """Lets a unit whose copies wait gather anew for another call.
 
-    In the backward, which recomputes a forward, it has the copies that wait. Copies that a step by
-    hand still has are frozen and thawed where their shards were meanwhile.
+    In the backward, which recomputes a forward, it has the copies that wait. With manual
+    optimization copies stay in their places in a step, and are frozen and thawed as their shards.
     """
     seen: dict[Any, bool] = {}
 

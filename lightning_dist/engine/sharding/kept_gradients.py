@@ -7,7 +7,6 @@ private in FSDP2: no public function drops them, or adds one.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 from torch import nn
@@ -20,8 +19,7 @@ class KeptGradients:
     """The gradients that the units of some roots keep for the update they accumulate for."""
 
     def __init__(self, roots: Iterable[FSDPModule]) -> None:
-        modules = (cast(nn.Module, root) for root in roots)
-        self._groups = [group for module in modules for group in param_groups(module)]
+        self._groups = param_groups(roots)
 
     def complete(self) -> None:
         """Adds zeros for the parameters of which no gradient is kept; call it before a backward.

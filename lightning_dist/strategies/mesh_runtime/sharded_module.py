@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -67,7 +67,7 @@ class ShardedModule:
         session: The pipeline during a run; None without stages.
         split: This rank's stages of the model; None without stages.
         units: Compares which units the ranks run in a step; None where no other rank exists.
-        written: Keeps what hooks between a forward and its backward write into gathered weights.
+        written: Copies back what steps write into gathered weights.
     """
 
     early: EarlyParameters | None = None
@@ -88,8 +88,7 @@ class ShardedModule:
         self._tensor_parallel = composed.tensor_parallel
         self._shards = composed.shards
         self._logits = None if composed.tensor_parallel is None else composed.tensor_parallel.logits
-        shards = (cast(nn.Module, root) for root in self._shards)
-        self._groups = [group for root in shards for group in param_groups(root)]
+        self._groups = param_groups(self._shards)
         self._kept_gradients = KeptGradients(self._shards)
         self._entered: set[nn.Module] = set()
         self._are_trained = b""  # a flag for each parameter

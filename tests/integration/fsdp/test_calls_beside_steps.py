@@ -109,7 +109,9 @@ def fit(
     return state_of(module), module.seen
 
 
-@pytest.mark.some("on_after_backward", "on_before_*", "on_fit_start", "on_validation_epoch_end")
+@pytest.mark.some(
+    "on_a*", "on_before_*", "on_train_batch_end", "on_fit_start", "on_validation_epoch_end"
+)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_call_the_model(workers: WorkerPool, hook: str) -> None:
     compare(workers, hook)
