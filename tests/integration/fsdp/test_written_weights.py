@@ -116,7 +116,7 @@ def test_written_weights_stay(workers: WorkerPool, name: str, way: str) -> None:
 
 
 class ByHand(L.LightningModule):
-    """Its teacher follows behind its call, ahead of the backward, or at the end of the step."""
+    """Writes into its teacher behind a call, ahead of the backward or the update, or at the end."""
 
     automatic_optimization = False
 
@@ -141,6 +141,11 @@ class ByHand(L.LightningModule):
         optimizer.zero_grad()
         loss = F.cross_entropy(logits, batch[1]) + (logits - wanted).square().mean()
         self.manual_backward(loss)
+        if self.way == "ahead of the update":
+            with torch.no_grad():
+                self.teacher(batch[0])
+                for parameter in self.teacher.parameters():
+                    parameter.mul_(0.5)
         optimizer.step()
         if self.way == "at the end":
             with torch.no_grad():
@@ -163,7 +168,7 @@ def fit_by_hand(name: str, way: str) -> dict[str, Tensor]:
     return state_of(module)
 
 
-@pytest.mark.parametrize("way", ["behind the calls", "at the end", "ahead"])
+@pytest.mark.parametrize("way", ["behind the calls", "ahead", "ahead of the update", "at the end"])
 def test_written_weights_stay_in_steps_by_hand(workers: WorkerPool, way: str) -> None:
     (expected,) = workers.run(1, fit_by_hand, "one", way)
     for found in workers.run(2, fit_by_hand, "kept", way):
