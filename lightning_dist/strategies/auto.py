@@ -41,6 +41,7 @@ from lightning_dist.strategies.mesh_runtime.measuring.costs import (
     Measurement,
     memory_of,
     parameters_per_layer,
+    refuse_manual,
     tensor_sizes_of,
 )
 from lightning_dist.strategies.mesh_runtime.measuring.machine import (
@@ -159,6 +160,7 @@ class AutoStrategy(MeshStrategy):
         self.join_mesh()
 
     def _search(self, trainer: pl.Trainer) -> Ranking:
+        refuse_manual(self.module)
         purpose = "AutoStrategy measures the module on the first batch"
         read = share_first_batch(trainer, self._begun, purpose)
         if read is None:

@@ -59,6 +59,19 @@ _USABLE_ON_GPU = 0.92  # the rest is for contexts, communicators and fragments
 _FEWER = 2  # a measured micro-batch has so many times fewer samples than the next
 
 
+def refuse_manual(module: pl.LightningModule) -> None:
+    """Refuses to measure a module whose step returns no loss.
+
+    Raises:
+        ValueError: The module optimizes manually.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            "The planner measures steps that return a loss, and this module optimizes manually."
+            " Use DDPStrategy or MeshStrategy, or set `automatic_optimization = True`."
+        )
+
+
 @dataclass(frozen=True)
 class Measurement:
     """How a module is measured.
@@ -89,11 +102,7 @@ class Measurement:
             ValueError: The batch has no samples, the module optimizes manually, or the step fails
                 without a Trainer's run.
         """
-        if not module.automatic_optimization:
-            raise ValueError(
-                "The planner measures steps that return a loss, and this module optimizes manually."
-                " Use DDPStrategy or MeshStrategy, or set `automatic_optimization = True`."
-            )
+        refuse_manual(module)
         num_samples = batch_size_of(batch)
         if not num_samples:
             raise ValueError("The batch has no samples: give tensors with the samples in dim 0.")
