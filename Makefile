@@ -7,7 +7,7 @@ DOCS_STAMP := $(VENV)/.docs
 ALL_STAMP := $(VENV)/.all
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo recipes notebooks docs test test-all test-p2p lint unit unit-engine unit-rest integration all-pairs all-modules bench bench-start bench-memory bench-profiler bench-network bench-scaling bench-planner faults fuzz gpu clean
+.PHONY: help install demo recipes notebooks docs test test-all test-p2p beside lint unit integration all-pairs all-modules bench bench-start bench-memory bench-profiler bench-network bench-scaling bench-planner faults fuzz gpu clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,8 +35,11 @@ notebooks: install  ## Run the lessons and store their outputs
 	$(BIN)/python -m tests.helpers.notebooks
 
 test: install $(DOCS_STAMP)  ## Run the checks and the tests, of most matrices the telling cells
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target docs unit lint
-	$(MAKE) --no-print-directory integration
+	$(MAKE) --no-print-directory --jobs=2 beside integration
+
+# The rest fills the time in which ranks wait for each other. Its output comes when it has ended.
+beside: install $(DOCS_STAMP)
+	@nice -n 10 $(MAKE) --no-print-directory --output-sync=target lint docs unit
 
 $(ALL_STAMP): $(STAMP)
 	# Whose tests take long.
@@ -66,14 +69,8 @@ P2P_TESTS := tests/integration/pipeline/parity tests/integration/pipeline/rebala
   tests/integration/mesh/test_parity.py tests/integration/mesh/test_tied.py \
   tests/integration/mesh/test_dropout.py tests/integration/mesh/test_sharded_stages.py
 
-# In two halves, which `test` runs side by side: they start hardly a process.
-unit: unit-engine unit-rest
-
-unit-engine: install
-	$(BIN)/python -m pytest tests/unit/engine $(ALL)
-
-unit-rest: install
-	$(BIN)/python -m pytest tests/unit --ignore tests/unit/engine $(ALL)
+unit: install
+	$(BIN)/python -m pytest tests/unit $(ALL)
 
 integration: install
 	$(if $(ALL),WORKERS_START_BY=spawn )$(BIN)/python -m pytest tests/integration tests/differential tests/faults \

@@ -102,7 +102,7 @@ def alone(
     return losses, val_loss
 
 
-@pytest.mark.some("stages-2-1")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_replicas"),
     [

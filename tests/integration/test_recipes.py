@@ -91,7 +91,7 @@ def run_in_pool(arguments: list[str], main: Callable[[], object] = run) -> str:
 
 
 # Eight processes are three axes at once, as in mesh/test_parity.py.
-@pytest.mark.some(*(path.stem for path in CONFIGS if path.stem != "gpt_mesh_2x2x2"))
+@pytest.mark.some("gpt_fsdp", "gpt_mesh_2x2", "gpt_pipedream", "gpt_tp", "gpt_zbv")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_each_config_trains(workers: WorkerPool, config: Path, tmp_path: Path) -> None:
     arguments = words(
@@ -220,6 +220,7 @@ def run_words(words: list[str], folder: Path) -> str:
     return run_in_pool(arguments, importlib.import_module(module).main)
 
 
+@pytest.mark.some("bert_fsdp", "bert_mesh_2x2", "bert_tp", "gpt_wandb", "lora_bert", "serve_gpt")
 @pytest.mark.parametrize(
     "config",
     [

@@ -11,6 +11,8 @@ from importlib import import_module
 gc.disable()
 for name in (
     "pytest",
+    "torch.distributed.checkpoint",
+    "torch.export._trace",  # which torch.export imports when it is called
     "torchmetrics.classification",
     "lightning_dist",
     "tests.helpers.gpt_parity",

@@ -102,7 +102,7 @@ def test_what_is_computed_again_is_half_again() -> None:
     assert_equal(fit("auto", 1, Asked(), Forgetful).state, expected().state)
 
 
-@pytest.mark.some("gpipe-*", "mesh, in parts-*", "traced-*")
+@pytest.mark.some("gpipe-1-8")
 @pytest.mark.parametrize(
     ("name", "shares", "num_microbatches"),
     [
@@ -136,6 +136,7 @@ def test_accumulated_and_clipped(
     assert largest_difference(joined(clipped), found.state) < 1e-6
 
 
+@pytest.mark.long
 def test_spread_layers_follow_closely(workers: WorkerPool) -> None:
     # Where pieces of a sum are rounded by themselves nothing is bit for bit.
     scaled = Asked({"compute": "fp16", "initial_scale": 2.0**19})

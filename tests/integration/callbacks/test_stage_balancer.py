@@ -75,6 +75,7 @@ def fit(
     return balancer.balance, metrics.values, tuple(strategy.config.partition)
 
 
+@pytest.mark.some("pipedream-auto")
 @pytest.mark.parametrize(("schedule", "num_microbatches"), [("1f1b", 4), ("pipedream", "auto")])
 def test_the_better_cut_is_found_and_known_everywhere(
     workers: WorkerPool, schedule: str, num_microbatches: Any

@@ -267,7 +267,7 @@ def fit_accumulating(directory: str, skipped: int | None) -> ProfileReport | Non
     return profiler.report
 
 
-@pytest.mark.some("None", "1", "3")
+@pytest.mark.some("3")
 @pytest.mark.parametrize("skipped", [None, 1, 2, 3])
 def test_counts_are_of_a_whole_accumulation_window(
     workers: WorkerPool, tmp_path: Path, skipped: int | None
@@ -301,6 +301,7 @@ def fit_long_window(directory: str) -> ProfileReport | None:
     return profiler.report
 
 
+@pytest.mark.long
 def test_a_long_window_loses_no_spans_and_no_layers(workers: WorkerPool, tmp_path: Path) -> None:
     report, _ = workers.run(2, fit_long_window, str(tmp_path))
     assert report is not None

@@ -70,6 +70,7 @@ def test_a_stream_that_ends_before_a_limit(workers: WorkerPool, tmp_path: Path) 
     assert "ranks [1] (of [0, 1]) have ended after 2 batches to train on" in text
 
 
+@pytest.mark.long
 def test_a_stream_without_a_batch(workers: WorkerPool) -> None:
     for messages in workers.run(2, end_apart, None, 0, 8):
         assert len(messages) == 2

@@ -150,6 +150,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.some("25.0")
 @pytest.mark.parametrize("bucket_megabytes", [25.0, 1e-4])
 def test_topk_equals_its_recursion(workers: WorkerPool, bucket_megabytes: float) -> None:
     expected = recursion(2, largest_elements())
@@ -197,6 +198,7 @@ def fit_complex(compression: Any, topk_fraction: float = 1.0) -> dict[str, Tenso
     return state_of(module)
 
 
+@pytest.mark.some("int8-0.01")
 @pytest.mark.parametrize(("compression", "at_most"), [("topk", 1e-5), ("int8", 1e-2)])
 def test_complex_gradients_lose_no_part(
     workers: WorkerPool, compression: str, at_most: float
@@ -225,6 +227,7 @@ def fit_fp16(compression: Any) -> dict[str, Tensor]:
     return state_of(module)
 
 
+@pytest.mark.some("int8")
 @pytest.mark.parametrize("compression", ["topk", "int8"])
 def test_an_overflow_leaves_nothing(workers: WorkerPool, compression: str) -> None:
     start = state_of(make_module().float())

@@ -79,7 +79,7 @@ def recursion(sync_every: int, warmup: int, validate_every: int | None) -> dict[
     return state_of(modules[0])
 
 
-@pytest.mark.some("2-0-None", "5-3-4")
+@pytest.mark.some("2-0-None")
 @pytest.mark.parametrize(
     ("sync_every", "warmup", "validate_every"),
     [(2, 0, None), (5, 0, None), (5, 3, None), (5, 3, 4), (100, 4, None)],

@@ -135,6 +135,7 @@ def fit_all(strategy: type[Strategy]) -> list[dict[str, Tensor]]:
     return [fit(*case) for case in CASES[strategy]]
 
 
+@pytest.mark.some("FSDPStrategy")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_a_rank_does_not_use_counts_as_zero(
     workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, strategy: type[Strategy]
@@ -159,6 +160,7 @@ def fit_keeping(strategy: Callable[[], Strategy] | None) -> list[dict[str, Tenso
     return [fit(plan, strategy, 1, module_class) for module_class, plan in KEEPING]
 
 
+@pytest.mark.some("FSDPStrategy")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_does_where_gradients_stay_from_step_to_step(
     workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, strategy: type[Strategy]

@@ -191,7 +191,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [i for batch in batches for i in batch]
 
 
-@pytest.mark.some("ddp-python-0", "ddp-generator-1")
+@pytest.mark.some("ddp-python-0")
 @pytest.mark.parametrize(
     ("strategy", "kind", "num_workers"),
     [

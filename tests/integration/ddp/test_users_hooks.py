@@ -144,6 +144,14 @@ def fit(name: str, strategy: str, devices: int) -> State:
     return state_of(module)
 
 
+@pytest.mark.some(
+    "line search-ddp",
+    "grows-ddp",
+    "steps apart-ddp",
+    "growing batches-ddp",
+    "clips early-mesh",
+    "steps apart-static",
+)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [

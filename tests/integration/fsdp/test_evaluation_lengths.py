@@ -88,7 +88,7 @@ def test_other_lengths_are_refused_before_the_evaluation(
         assert steps == 0
 
 
-@pytest.mark.some("replicas*-fit", "of unknown length-validate")
+@pytest.mark.some("of unknown length-validate")
 @pytest.mark.parametrize("fn", ["fit", "validate"])
 @pytest.mark.parametrize(
     ("lengths", "strategy", "options"),

@@ -145,7 +145,7 @@ def fit(
     return saved["state_dict"], state_of(trainer.lightning_module)
 
 
-@pytest.mark.some("shards-plain", "any-sometimes", "hybrid-accumulating", "stages-plain")
+@pytest.mark.some("any-sometimes")
 @pytest.mark.parametrize(
     ("name", "kind", "options"),
     [

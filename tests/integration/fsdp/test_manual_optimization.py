@@ -168,13 +168,13 @@ def of_one_device(way: str) -> dict[str, Tensor]:
     return fit(None, way)
 
 
-@pytest.mark.some("toggled", "closures", "one_is_left")
+@pytest.mark.some("closures")
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_one_device(workers: WorkerPool, way: str) -> None:
     assert_close(joined(workers.run(2, fit, "blocks", way)), of_one_device(way))
 
 
-@pytest.mark.some("recomputed", "whole", "kept")
+@pytest.mark.some("recomputed", "whole")
 @pytest.mark.parametrize("name", ["kept", "whole", "replicas", "recomputed"])
 def test_equals_it_however_parameters_are_sharded(workers: WorkerPool, name: str) -> None:
     # A recomputation would find the layer thawed, on one device, too.

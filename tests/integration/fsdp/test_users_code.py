@@ -146,6 +146,7 @@ def fit(name: str, devices: int) -> State:
     return state_of(module)
 
 
+@pytest.mark.some("passing")
 @pytest.mark.parametrize("name", MODULES)
 def test_equals_one_device(workers: WorkerPool, name: str) -> None:
     (expected,) = workers.run(1, fit, name, 1)

@@ -131,6 +131,7 @@ def rehearse_in_half() -> tuple[int, int]:
     return len({layout.mesh for layout in strategy.ranking.tried}), half.loss_scale.num_steps
 
 
+@pytest.mark.long
 def test_tries_steps_in_half_precision_without_its_loss_scale(workers: WorkerPool) -> None:
     for found in workers.run(2, rehearse_in_half, timeout=120.0):
         assert found == (4, 2)  # replicas, stages, shards, tensor-parallel ranks; the fit's steps

@@ -204,7 +204,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int, list[str]]] = {
 
 @pytest.mark.some(
     "a penalty on weights of all stages",
-    "a plan",
     "a sequence",
     "logits that nobody spreads",
     "manual*",

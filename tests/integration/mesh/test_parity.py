@@ -46,11 +46,10 @@ def fitted(request: pytest.FixtureRequest, workers: WorkerPool) -> Callable[[str
 
 # The conformance tests have the other products of two axes, under one schedule.
 @pytest.mark.some(
-    "2 tensor ranks, both",
-    "2 stages x 2 replicas, zbv",
+    "2 stages x 2 shards x 2 tensor ranks, both",
     "2 stages x 2 shards, zb_h1, accumulated",
     "2 stages x 2 shards, zbv, recomputed and gathered again",
-    "2 stages x 2 shards x 2 tensor ranks, both",
+    "2 tensor ranks, both",
 )
 @pytest.mark.parametrize("name", CASES)
 def test_equals_a_single_device(

@@ -171,6 +171,7 @@ def named(module: Any) -> list[tuple[str, Tensor]]:
     return list(module.net.named_parameters())
 
 
+@pytest.mark.long
 def test_shards_are_gathered_in_half_precision(workers: WorkerPool) -> None:
     (expected,) = workers.run(1, fit_half_alone)
     for held in workers.run(4, fit_half, timeout=120.0):

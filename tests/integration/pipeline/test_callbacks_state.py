@@ -81,6 +81,7 @@ def save_in_an_update(path: str, schedule: str) -> str:
     return "saved"
 
 
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_no_checkpoint_has_stages_of_several_updates(
     workers: WorkerPool, tmp_path: Path, schedule: str
@@ -192,6 +193,7 @@ def save_less(path: str, save_full: bool) -> None:
     trainer.save_checkpoint(path)
 
 
+@pytest.mark.some("True")
 @pytest.mark.parametrize("save_full", [False, True])
 def test_hooks_change_what_is_saved_beside_the_layers(
     workers: WorkerPool, tmp_path: Path, save_full: bool

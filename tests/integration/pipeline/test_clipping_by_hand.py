@@ -83,7 +83,7 @@ def test_torchs_total_norm_is_that_of_all_stages(workers: WorkerPool) -> None:
             torch.testing.assert_close(tensor, expected[key], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.some("configure-2.0-stages", "after-inf-stages", "before-2.0-sharded")
+@pytest.mark.some("after-inf-stages", "configure-2.0-stages")
 @pytest.mark.parametrize("name", ["stages", "sharded"])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def fit_trees(devices: int, strategy: dict[str, Any] | None, freeze: bool) -> An
     return state_of(module)
 
 
+@pytest.mark.some("half frozen")
 @pytest.mark.parametrize("freeze", [False, True], ids=["trained", "half frozen"])
 def test_activations_of_any_tree_and_frozen_layers(workers: WorkerPool, freeze: bool) -> None:
     ranks = workers.run(4, fit_trees, 4, {"schedule": "1f1b", "num_microbatches": 3}, freeze)
@@ -276,7 +277,7 @@ def test_vertical_sync_holds_a_version_per_stage_on_each(workers: WorkerPool) ->
         assert stashes[stage] == 3 * num_bytes
 
 
-@pytest.mark.some("zbv", "pipedream_2bw")
+@pytest.mark.some("zbv")
 @pytest.mark.parametrize(
     "schedule", [n for n in SCHEDULE_NAMES if find_family(n).update_rule.splits_batches]
 )
@@ -348,6 +349,7 @@ def watch_hooks(devices: int, strategy: dict[str, Any] | None) -> Any:
     return len(seen.steps), seen.losses
 
 
+@pytest.mark.some("pipedream-2")
 @pytest.mark.parametrize(("schedule", "lag"), [("1f1b", 0), ("pipedream", 2), ("pipedream_2bw", 1)])
 def test_hooks_see_each_update_and_the_true_loss(
     workers: WorkerPool, schedule: str, lag: int

@@ -87,7 +87,7 @@ def count_updates(devices: int, schedule: str) -> float:
     return float(trainer.callback_metrics["updates"])
 
 
-@pytest.mark.some("1f1b", "pipedream_2bw")
+@pytest.mark.some("pipedream_2bw")
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_2bw"])
 def test_hooks_of_updates_log_where_the_pipeline_drains(workers: WorkerPool, schedule: str) -> None:
     expected = count_updates(1, schedule)
@@ -230,6 +230,7 @@ def contrast(devices: int, arguments: dict[str, Any]) -> tuple[list[str], float]
     return [found[1] for found in steps if found], val_loss
 
 
+@pytest.mark.some("1f1b", "pipedream")
 @pytest.mark.parametrize(
     ("arguments", "warned"),
     [
@@ -277,6 +278,7 @@ def monitor_one_name(devices: int, strategy: Any) -> list[tuple[float, float]]:
     return module.monitored
 
 
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_what_validation_logs_last_is_monitored(workers: WorkerPool, schedule: str) -> None:
     if schedule == "1f1b":

@@ -70,7 +70,7 @@ def average(strategy: Any, as_buffers: bool, path: str) -> tuple[list[float], di
     return module.seen, {**own, **{n: t for n, t in saved.items() if n.startswith("average")}}
 
 
-@pytest.mark.some("stages-frozen", "mesh-buffers")
+@pytest.mark.some("stages-frozen")
 @pytest.mark.parametrize("as_buffers", [True, False], ids=["buffers", "frozen"])
 @pytest.mark.parametrize(
     "strategy", [PipelineStrategy(), MeshStrategy(pp=2, save_full=True)], ids=["stages", "mesh"]
@@ -154,6 +154,7 @@ def learn(devices: int, options: dict[str, Any], each_epoch: bool = False) -> di
     return state_of(module)
 
 
+@pytest.mark.some("1f1b-True")
 @pytest.mark.parametrize(
     ("schedule", "each_epoch"), [("1f1b", False), ("zbv", False), ("1f1b", True)]
 )

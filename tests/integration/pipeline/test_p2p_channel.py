@@ -150,6 +150,7 @@ def interrupt_soon(receiver: P2PReceiver) -> None:
 def wait_only(_: P2PReceiver) -> None: ...
 
 
+@pytest.mark.some("interrupt_soon-KeyError")
 @pytest.mark.parametrize(
     ("make_news", "error"), [(interrupt_soon, KeyError), (wait_only, TimeoutError)]
 )

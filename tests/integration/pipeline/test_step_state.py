@@ -131,7 +131,7 @@ def keep(devices: int, name: str) -> tuple[dict[str, Any], list[int]]:
     return module.found, module.ranks
 
 
-@pytest.mark.some("1f1b", "mesh")
+@pytest.mark.some("1f1b")
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv", "mesh"])
 def test_all_ranks_have_what_one_device_has(workers: WorkerPool, name: str) -> None:
     expected, _ = keep(1, name)

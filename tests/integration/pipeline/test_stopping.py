@@ -113,6 +113,7 @@ def test_a_synchronous_schedule_stops_where_a_single_device_does(
         assert loss == pytest.approx(expected[1], rel=1e-12)
 
 
+@pytest.mark.some("callback-3")
 @pytest.mark.parametrize(("who", "num_batches"), [("step", AT_BATCH + 2), ("callback", 3)])
 def test_an_asynchronous_schedule_stops_at_one_batch(
     workers: WorkerPool, who: str, num_batches: int

@@ -134,6 +134,7 @@ def draw(schedule: str) -> list[float]:
     return module.drawn
 
 
+@pytest.mark.some("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_steps_draw_the_same_on_all_stages_and_new_numbers_for_each_batch(
     workers: WorkerPool, schedule: str

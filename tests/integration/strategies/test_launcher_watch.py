@@ -32,6 +32,7 @@ def child_of(run: ForkedRun, until: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.some("waits")
 @pytest.mark.parametrize("where", ["waits", "waits_in_another"])
 def test_a_process_that_waits_ends_with_its_launcher(
     warm_python: WarmPython, tmp_path: Path, where: str

@@ -96,7 +96,7 @@ def test_runs_and_runs_within_runs_do_not_disturb_each_other(
             assert all(torch.equal(other[name], value) for name, value in first.items())
 
 
-@pytest.mark.some("pipedream")
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ten_trainers_leave_what_two_leave(
     workers: WorkerPool, strategy: str, tmp_path: Any

@@ -344,6 +344,7 @@ def validate_inside_and_outside(name: str, lr: float) -> list[float]:
     return [before["val_loss"], inside, behind["val_loss"]]
 
 
+@pytest.mark.some("pipedream-0.0")
 @pytest.mark.parametrize(("name", "lr"), [("pipe", 0.1), ("pipedream", 0.0)])
 def test_evaluations_leave_batches_as_whole_as_training_does(
     workers: WorkerPool, name: str, lr: float
@@ -387,7 +388,7 @@ def trainer_has_graph(folder: str, name: str) -> bool:
     return bool(EventAccumulator(f"{folder}/{name}/version_0").Reload().Tags()["graph"])
 
 
-@pytest.mark.some("pipe", "fsdp")
+@pytest.mark.some("fsdp")
 @pytest.mark.parametrize("name", ["pipe", "fsdp", "mesh"])
 def test_the_graph_is_logged(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     workers.run(2, fit_drawn, name, str(tmp_path))

@@ -56,6 +56,7 @@ def fit(devices: int, strategy: Any) -> dict[str, Tensor]:
     return state_of(module)
 
 
+@pytest.mark.some("traced")
 @pytest.mark.parametrize(
     "strategy",
     [

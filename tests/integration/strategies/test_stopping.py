@@ -138,7 +138,7 @@ AT_ONCE = {"step": [*THREE, "validation", "epoch", "3"]}  # the last stage tells
 TWO_LATER = {"skip": [*FOUR, "validation", "epoch"] * 2 + ["8"]}
 
 
-@pytest.mark.some("fsdp-1-*", "2bw-0-*")
+@pytest.mark.some("2bw-0-*")
 @pytest.mark.parametrize(
     ("strategy", "rank", "other"),
     [
@@ -169,7 +169,7 @@ def fit_on_four(strategy: str, rank: int) -> list[list[str]]:
 FAR = ["skip", "step", "batch end"]
 
 
-@pytest.mark.some("0-2bw of 4")
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["pipeline 2x2", "mesh 2x2", "pipedream of 4", "2bw of 4"])
 @pytest.mark.parametrize("rank", [0, 2, 3])
 def test_all_of_four_ranks_stop_at_the_same_batch(
@@ -196,7 +196,7 @@ def fit_at_least(strategy: str, least: dict[str, int]) -> list[str]:
     return fit("batch end", (1,), devices=2, strategy=STRATEGIES[strategy](), **least)
 
 
-@pytest.mark.each_value
+@pytest.mark.some("least0-6-ddp", "least0-6-pipedream", "least1-6-ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline", "pipedream"])
 @pytest.mark.parametrize(
     ("least", "steps"), [({"min_steps": 5}, 6), ({"min_epochs": 1}, 6), ({"min_steps": 10}, 10)]
@@ -238,7 +238,7 @@ def test_the_first_ranks_timer_stops_all(workers: WorkerPool, strategy: str) -> 
     assert did == [[*THREE, "validation", "epoch", "3"]] * 2
 
 
-@pytest.mark.each_value
+@pytest.mark.some("0-pipedream-5", "1-ddp-4", "1-pipedream-5")
 @pytest.mark.parametrize(("strategy", "steps"), [("ddp", 4), ("pipeline", 4), ("pipedream", 5)])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_validate_when_one_of_them_says_that_it_is_time(

@@ -125,6 +125,7 @@ def case_difference(attention: type[nn.Module], crosses: bool, options: dict[str
     return largest_difference(model, resolve_plan(model, PLAN), loss_of, **options)
 
 
+@pytest.mark.some("FusedAttention-tensor", "FusedAttention-sequence")
 @pytest.mark.parametrize("cut", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("attention", [Attention, FusedAttention])
 def test_odd_layers_do_what_they_do_alone(

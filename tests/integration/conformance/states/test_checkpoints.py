@@ -89,10 +89,11 @@ PAIRS = [
     ("pipeline-1f1b-4", "fsdp-2x2"),
     ("ddp-2-static", "ddp-2-buckets"),
     ("fsdp-2-microsteps", "fsdp-2-recompute"),
-    ("server-2", "auto-2"),
+    ("server-2", "fsdp-2"),
 ]
-# Their layouts differ from those above in sizes only, or are one device's.
+# Their layouts differ from those above in sizes only, are one device's, or are found in seconds.
 LONG_PAIRS = [
+    ("server-2", "auto-2"),
     ("pipeline-2x2", SINGLE),
     ("tp-2x2", "fsdp-2"),
     ("ddp-2-topk", "ddp-2-diloco"),

@@ -152,9 +152,7 @@ def run(workers: WorkerPool, name: str, *options: Any) -> list[dict[str, dict[st
     return workers.run(LAYOUTS[name].devices, train, name, *options)
 
 
-@pytest.mark.some(
-    "fsdp-2-fsdp-2", "tp-2-fsdp-2-full", "fsdp-2-full-shard-2-tp-2", "one device-pp-2-shard-2"
-)
+@pytest.mark.some("fsdp-2-fsdp-2", "tp-2-fsdp-2-full")
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -284,7 +284,7 @@ def fit_untrained(layout: Layout, save: str, resume: str | None) -> Any:
     return state_of(module)
 
 
-@pytest.mark.some("fsdp", "1f1b")
+@pytest.mark.some("1f1b")
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "1f1b"])
 def test_a_run_without_an_optimizer_is_saved_and_resumed(
     workers: WorkerPool, tmp_path: Path, name: str

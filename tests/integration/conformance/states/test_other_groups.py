@@ -88,6 +88,7 @@ def saved(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path
 NOT_BY_HAND = ("tp-2", "pipeline-gpipe-2")
 
 
+@pytest.mark.some("fsdp-2", "ddp-2", "pipeline-gpipe-2")
 @pytest.mark.parametrize("name", ["fsdp-2", "ddp-2", *NOT_BY_HAND])
 def test_other_groups_are_refused(workers: WorkerPool, saved: Path, name: str) -> None:
     for found in workers.run(2, resume_each, name, str(saved), timeout=120.0):

@@ -46,7 +46,7 @@ def train(name: str, folder: str, resume: str | None) -> tuple[dict[str, Tensor]
     return state_of(module), [float(loss) for loss in losses]
 
 
-@pytest.mark.some("1f1b", "pipedream")
+@pytest.mark.some("1f1b")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_equals_the_uninterrupted_run(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     whole: Any = workers.run(2, train, name, str(tmp_path), None)

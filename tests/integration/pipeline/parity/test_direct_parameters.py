@@ -230,7 +230,7 @@ def fit_all(name: str) -> list[State]:
     ]
 
 
-@pytest.mark.some("zbv", "pipedream")
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_equals_layers_that_have_them(workers: WorkerPool, name: str) -> None:
     ranks = workers.run(2, fit_all, name)
@@ -261,7 +261,7 @@ def fit_layout(name: str) -> list[State]:
     return [fit(class_, size, LAYOUTS[name](), **UPDATES) for class_ in kinds]
 
 
-@pytest.mark.some("stages", "shards", "tensor parallel")
+@pytest.mark.some("stages", "tensor parallel")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_a_single_device(
     workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, name: str

@@ -143,7 +143,7 @@ def fit_both(name: str) -> list[tuple[State, list[float]]]:
     ]
 
 
-@pytest.mark.some("1f1b", "zbv", "pipedream", "pipedream_2bw, predict")
+@pytest.mark.some("pipedream_2bw, predict", "zbv")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_equals_a_last_layer_that_has_them(workers: WorkerPool, name: str) -> None:
     ranks = workers.run(2, fit_both, name)
@@ -170,7 +170,7 @@ def fit_layout(name: str) -> tuple[State, list[float]]:
     return fit(Beside, 2 if name == "stages" else 4, LAYOUTS[name](), **UPDATES)
 
 
-@pytest.mark.some("stages", "shards", "tensor parallel")
+@pytest.mark.some("stages")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_equals_a_single_device(
     workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, name: str
@@ -206,6 +206,7 @@ def fit_half_on_a_mesh() -> list[State]:
     return states
 
 
+@pytest.mark.long
 def test_stages_have_them_in_single_precision_on_shards_too(workers: WorkerPool) -> None:
     ranks = workers.run(4, fit_half_on_a_mesh)
     assert any("scale" in sharded for sharded, _ in ranks)

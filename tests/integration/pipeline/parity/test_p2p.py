@@ -96,7 +96,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.some("activations", "fewer in the last batch")
+@pytest.mark.some("fewer in the last batch")
 @pytest.mark.parametrize("order", ORDERS)
 def test_stages_may_take_micro_batches_in_other_orders_than_their_neighbours(
     workers: WorkerPool, tmp_path: Path, order: str

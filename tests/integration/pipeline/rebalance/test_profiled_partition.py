@@ -37,6 +37,7 @@ def profile_and_repeat(strategy: dict[str, Any], half: dict[str, Any] | None) ->
     return profiled, by_hand
 
 
+@pytest.mark.some("pipedream", "masters")
 @pytest.mark.parametrize(
     ("strategy", "half"),
     [

@@ -94,7 +94,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.some("fsdp", "pipedream")
+@pytest.mark.some("pipedream")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_is_written_later_is_what_was_saved(
     workers: WorkerPool, tmp_path: Path, name: str
@@ -136,6 +136,7 @@ def save_in_steps(folder: str, save_full: bool) -> None:
         trainer.fit(make_module(WritingInSteps, gate=gate), make_loader(), make_loader())
 
 
+@pytest.mark.some("False")
 @pytest.mark.parametrize("save_full", [False, True])
 def test_what_is_written_in_a_step_of_stages_is_written_and_removed_by_the_first_rank(
     workers: WorkerPool, tmp_path: Path, save_full: bool
@@ -180,6 +181,7 @@ def save_and_need(path: str, kind: str) -> int:
         return int(load_full(path)["global_step"])
 
 
+@pytest.mark.some("exception")
 @pytest.mark.parametrize("kind", ["load", "exception"])
 def test_a_load_and_the_end_wait_for_the_save(
     workers: WorkerPool, tmp_path: Path, kind: str

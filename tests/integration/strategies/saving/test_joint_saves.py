@@ -225,7 +225,7 @@ def save_where_one_rank_cannot(name: str, folder: str, rank: int) -> tuple[str, 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.some("pipeline-1", "fsdp-1", "ddp-0")
+@pytest.mark.some("ddp-0", "pipeline-1")
 @pytest.mark.parametrize(
     ("name", "rank"),
     [("pipeline", 0), ("pipeline", 1), ("fsdp", 1), ("pipeline, one file", 0), ("ddp", 0)],

@@ -36,7 +36,7 @@ def attempt(strategy: Strategy, path: str) -> list[str]:
 
 @pytest.mark.some("ddp")
 @pytest.mark.parametrize(
-    "strategy", [DDPStrategy(timeout_s=6.0), FSDPStrategy(timeout_s=6.0)], ids=["ddp", "fsdp"]
+    "strategy", [DDPStrategy(timeout_s=4.0), FSDPStrategy(timeout_s=4.0)], ids=["ddp", "fsdp"]
 )
 def test_a_save_on_one_rank_names_itself(
     workers: WorkerPool, strategy: Strategy, tmp_path: Path

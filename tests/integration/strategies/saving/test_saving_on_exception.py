@@ -148,7 +148,7 @@ def saved_in(directory: Path) -> list[int]:
     return [load_full(path)["global_step"] for path in found]
 
 
-@pytest.mark.some("checkpoint-fsdp", "on exception-pipedream")
+@pytest.mark.some("on exception-pipedream")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", ["checkpoint", "on exception"])
 def test_an_error_in_a_hook_of_all_ranks_is_saved(
@@ -174,6 +174,7 @@ def test_an_error_of_one_rank_is_not_said_to_be_saved(
     assert saved_in(tmp_path) == []
 
 
+@pytest.mark.some("pipeline-steps1")
 @pytest.mark.parametrize(("strategy", "steps"), [("ddp", [AT_BATCH]), ("pipeline", [])])
 def test_an_error_in_a_step_is_saved_where_ranks_step_alone(
     workers: WorkerPool, tmp_path: Path, strategy: str, steps: list[int]
@@ -226,7 +227,7 @@ def terminated_fits(
     return whole, state_of(fit(path=str(path)))
 
 
-@pytest.mark.some("1-mesh", "5-ddp")
+@pytest.mark.some("5-ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "mesh", "pipeline"])
 @pytest.mark.parametrize("accumulate", [1, 5])
 def test_a_run_that_was_told_to_stop_goes_on_exactly(
@@ -268,7 +269,7 @@ def stop_in_validation(strategy: str, directory: str, epochs: int) -> int:
     return sends.num_validated
 
 
-@pytest.mark.each_value
+@pytest.mark.some("1-pipeline")
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_run_stops_behind_a_validation_which_may_be_the_last(
