@@ -97,6 +97,7 @@ def _parts(optimizer: Optimizer, group: _Group) -> list[_Group]:
 
 
 _ON_A_PART = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
+_NO_ROWS = ("numel() == 0", "on an empty tensor")
 _FREED = "out of bounds for storage of size 0"
 
 
@@ -153,6 +154,11 @@ def note_shard_errors(error: BaseException) -> None:
             "Each rank has a part of a parameter, and outside of steps it is not gathered. Take the"
             " whole one by `parameter.full_tensor()`, on all ranks. For averages of weights use"
             " ShardedWeightAveraging, or DDPStrategy."
+        )
+    if isinstance(error, RuntimeError | IndexError) and any(t in str(error) for t in _NO_ROWS):
+        error.add_note(
+            "If this tensor is of a parameter with fewer rows than ranks, this rank has no row of"
+            " it. Take the whole one by `full_tensor()`, on all ranks."
         )
 
 

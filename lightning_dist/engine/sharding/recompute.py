@@ -6,17 +6,21 @@ own ``forward`` is replaced, so parameters keep their names and FSDP2's gather s
 Inner units are gathered within the recomputed part, and some are whole already in the
 recomputation. torch's selective checkpointing numbers all operations, and treats such a difference
 as an error. Here it sees only the operations whose results it may keep; a gather has none of these.
+
+torch's checkpoint runs a forward again with the buffers that it finds, and lets it write them a
+second time: BatchNorm would count each batch twice. Here they are as in the first run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from typing_extensions import override
@@ -62,17 +66,91 @@ def checkpoint_activations(modules: Iterable[nn.Module], *, keep_products: bool)
     """
     contexts = _selective_contexts if keep_products else noop_context_fn
     for module in modules:
-        module.forward = _recomputed(module.forward, contexts)
+        module.forward = _recomputed(module, contexts)
 
 
-def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
+def _recomputed(module: nn.Module, contexts: Callable[[], Any]) -> Callable[..., Any]:
+    forward = module.forward
+
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # What is compiled as a whole writes its buffers once by itself.
+        run = forward if torch.compiler.is_compiling() else _RepeatableForward(module, forward)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return recomputed
+
+
+class _RepeatableForward:
+    """A forward that writes its module's buffers once, however often it runs.
+
+    A forward may read and write running statistics, or the vectors of a spectral norm. When it runs
+    again, it finds them as they were ahead of the first time, and leaves them as they are.
+
+    Args:
+        module: The module whose buffers, and those of its parts, are kept.
+        forward: Its forward.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self._forward = forward
+        self._written: _Buffers | None = None  # as they were, of the parts that have written some
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._written is not None:
+            with _in_place_of_own(self._written):
+                return self._forward(*args, **kwargs)
+        noted = [(part, _noted(part)) for part in self._module.modules()]
+        result = self._forward(*args, **kwargs)
+        self._written = {
+            part: {name: copy for name, (_, _, copy) in buffers.items()}
+            for part, buffers in noted
+            if not _are_as_noted(part, buffers)
+        }
+        return result
+
+
+_Buffers = dict[nn.Module, dict[str, Tensor | None]]
+
+_Noted = dict[str, tuple[Tensor | None, int, Tensor | None]]
+"""By name, a buffer with its number of writes and a copy of it."""
+
+
+def _noted(part: nn.Module) -> _Noted:
+    return {
+        name: (buffer, _count_writes(buffer), None if buffer is None else buffer.detach().clone())
+        for name, buffer in part._buffers.items()
+    }
+
+
+def _are_as_noted(part: nn.Module, noted: _Noted) -> bool:
+    return part._buffers.keys() == noted.keys() and all(
+        part._buffers[name] is buffer and _count_writes(buffer) == count
+        for name, (buffer, count, _) in noted.items()
+    )
+
+
+def _count_writes(buffer: Tensor | None) -> int:
+    # An inference tensor counts none, and may be written in inference mode only.
+    return 0 if buffer is None or buffer.is_inference() else buffer._version
+
+
+@contextmanager
+def _in_place_of_own(buffers: _Buffers) -> Iterator[None]:
+    """Gives modules other buffers for a while: copies, which they may write into."""
+    own = [(part, dict(part._buffers)) for part in buffers]
+    try:
+        for part, values in buffers.items():
+            part._buffers.clear()
+            part._buffers |= {n: None if v is None else v.clone() for n, v in values.items()}
+        yield
+    finally:
+        for part, values in own:
+            part._buffers.clear()
+            part._buffers |= values
 
 
 class _ProductsOnly(TorchDispatchMode):

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dist import MeshStrategy, PipelineStrategy
+from lightning_dist.engine.parallelize.shard_config import ShardConfig
 from lightning_dist.strategies.pipelining import start_line
+from lightning_dist.wrap import ByClass
 from tests.helpers.networks.models import Classifier, make_data, make_trainer, share_of, state_of
 from tests.helpers.processes.workers import WorkerPool
 
@@ -86,6 +88,11 @@ SYNCED: dict[str, Any] = {
     "pipedream_2bw": lambda: PipelineStrategy(num_stages=2, schedule="pipedream_2bw"),
     "a mesh": lambda: MeshStrategy(pp=2, dp_replicate=2),
     "shards": lambda: MeshStrategy(pp=2, dp_shard=2),
+    "shards, recomputed": lambda: MeshStrategy(
+        pp=2,
+        dp_shard=2,
+        shard=ShardConfig(wrap=ByClass(["BatchNorm1d"]), activation_checkpointing="full"),
+    ),
 }
 
 
@@ -93,7 +100,7 @@ def fit_synced(name: str, devices: int) -> tuple[dict[str, Tensor], list[str]]:
     torch.manual_seed(5)
     module, told = NormedHead().double(), list[str]()
     strategy = SYNCED[name]() if devices > 1 else "auto"
-    if devices == 2 and name in ("a mesh", "shards"):
+    if devices == 2 and name in ("a mesh", "shards", "shards, recomputed"):
         strategy = MeshStrategy(pp=2)
     trainer = make_trainer(devices=devices, strategy=strategy, sync_batchnorm=devices == 4)
     loader = DataLoader(make_data(48), batch_size=8)
@@ -108,7 +115,7 @@ def fit_synced(name: str, devices: int) -> tuple[dict[str, Tensor], list[str]]:
     return {**state_of(module), **running}, told
 
 
-@pytest.mark.some("1f1b", "shards")
+@pytest.mark.some("1f1b", "shards, recomputed")
 @pytest.mark.parametrize("name", SYNCED)
 def test_replicas_of_stages_normalise_by_all_samples(workers: WorkerPool, name: str) -> None:
     """As one replica does, under asynchronous schedules too."""

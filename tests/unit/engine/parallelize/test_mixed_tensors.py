@@ -191,6 +191,23 @@ def test_an_operation_on_a_part_of_a_parameter_is_explained(
     assert "parameter.full_tensor()" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [
+        Tensor.max,
+        Tensor.amax,
+        Tensor.argmin,
+        lambda part: torch._foreach_norm([part], float("inf")),
+        lambda part: torch.linalg.vector_norm(part, float("inf")),
+    ],
+)
+def test_a_part_without_rows_is_explained(operation: Callable[[Tensor], Any]) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as caught:
+        operation(torch.zeros(0, 3))
+    note_shard_errors(caught.value)
+    assert "this rank has no row of it" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("error", [ValueError("a step has computed"), RuntimeError("other")])
 def test_other_errors_have_no_advice(error: Exception) -> None:
     note_shard_errors(error)
