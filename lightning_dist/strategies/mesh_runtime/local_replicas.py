@@ -145,7 +145,9 @@ class LocalReplicas(DataParallelStrategy):
         plugin.backward(loss, module, optimizer, *args, **kwargs)
         self.complete_backward()
         self.seed_update()
-        return plugin.post_backward(loss, module)
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
 
     def complete_backward(self) -> None:
         """Completes the gradients behind a backward."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
-from lightning_dist import DDPStrategy, MeshStrategy, ParameterServerStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy, ParameterServerStrategy
 from tests.helpers.networks.models import (
     Classifier,
     assert_equal,
@@ -304,3 +304,28 @@ def validate_unevenly() -> str:
 def test_gathers_in_steps_need_as_many_batches(workers: WorkerPool) -> None:
     first, second = workers.run(2, validate_unevenly)
     assert first == second
+
+
+def fit_around_backwards(kind: type) -> list[tuple[str, bool]]:
+    seen: list[tuple[str, bool]] = []
+
+    class Around(kind):  # type: ignore[misc]
+        def pre_backward(self, closure_loss: Tensor) -> None:
+            super().pre_backward(closure_loss)
+            seen.append(("before", self.module.model[-1].bias.grad is None))
+
+        def post_backward(self, closure_loss: Tensor) -> None:
+            super().post_backward(closure_loss)
+            seen.append(("behind", self.module.model[-1].bias.grad is None))
+
+    trainer = make_trainer(devices=2, strategy=Around(), limit_train_batches=2, max_epochs=1)
+    loader = share_of(int(os.environ["RANK"]), NUM_SAMPLES)
+    trainer.fit(make_module(), loader, make_loader(8))
+    return seen
+
+
+@pytest.mark.some("DDPStrategy")
+@pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy])
+def test_a_strategy_made_from_these_sees_each_backward(workers: WorkerPool, kind: type) -> None:
+    for seen in workers.run(2, fit_around_backwards, kind):
+        assert seen == [("before", True), ("behind", False)] * 2
