@@ -307,12 +307,14 @@ class LayoutFreeCheckpoints(AsyncSaving):
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         self.finish_save()
-        if self._guard is not None:  # else no run is under way
+        has_begun = self._guard is not None  # else no run is under way
+        if has_begun:
             self.lay_out_once()
         path = os.fspath(checkpoint_path)
         with self.file_work(f"loading {path}"):
             checkpoint = self._load(path, weights_only)
-        self.load_extra_state(checkpoint)
+        if has_begun:
+            self.load_extra_state(checkpoint)
         take_loader_states(checkpoint, self.mesh.data_index(self.global_rank), self.mesh.data_size)
         return checkpoint
 
