@@ -98,6 +98,7 @@ def _parts(optimizer: Optimizer, group: _Group) -> list[_Group]:
 
 _ON_A_PART = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered")
 _NO_ROWS = ("numel() == 0", "on an empty tensor")
+_UNUSED = "appears to not have been used in the graph"
 _FREED = "out of bounds for storage of size 0"
 
 
@@ -119,9 +120,16 @@ def explain_shard_errors(*, has_units: bool) -> Iterator[None]:
                 " `wrap=` name the module around both. Or the forward takes gradients itself, as"
                 " `torch.autograd.grad(..., create_graph=True)` does for forces, and shards are"
                 " gathered for one backward only: use DDPStrategy. Or a unit leaves its result in a"
-                " dict that it was given: let it return it."
+                " dict that it was given: let it return it. Or activation checkpointing runs a"
+                " block again that appends to a list of the module's."
                 f" ({str(error).splitlines()[0]})"
             ) from error
+        if has_units and _UNUSED in str(error):
+            error.add_note(
+                "A unit's parameters are freed behind its forward, and the module shows its shards"
+                " then. With reshard_after_forward=False, or shard='gradients', a step may take"
+                " gradients by them."
+            )
         if not _is_of_a_part(error):
             raise
         where = (

@@ -5,6 +5,9 @@ A step runs inside of the sharded root, which gathers what no unit has. A hook t
 itself, and frees the weights again. All ranks must make it, as they must run the same units in a
 step. It records no graph: its weights would be gone in a backward. A checkpoint's recomputation in
 the backward is of the step, though it is not inside of it.
+
+A step may take gradients itself, by its input for an adversarial one. That is a backward, behind
+which FSDP2 frees what the root has gathered for the step. What is called then gathers it again.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.engine.sharding.fully_shard import reshard
-from lightning_dist.engine.sharding.gathered import is_in_backward
+from lightning_dist.engine.sharding.gathered import gathered, groups_of, holders, is_in_backward
 
 
 class CallsBesideSteps:
@@ -34,6 +37,9 @@ class CallsBesideSteps:
         self._is_in_step = False
         self._depth = 0
         self._had_gradients = True
+        self._groups = groups_of(cast(FSDPModule, root))
+        for holder in holders(self._groups):
+            holder.register_forward_pre_hook(self._gather_again, prepend=True)
         for called in (module, *module.children()):
             if any(True for _ in called.parameters()):
                 # Ahead of a unit's own hook: FSDP2's root must be the first to be called.
@@ -52,6 +58,11 @@ class CallsBesideSteps:
             yield
         finally:
             self._is_in_step = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _gather_again(self, *_: object) -> None:
+        if self._is_in_step and not is_in_backward() and not gathered(self._groups):
+            cast(FSDPModule, self._root).unshard()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, *_: object) -> None:

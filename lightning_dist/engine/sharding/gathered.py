@@ -65,6 +65,11 @@ def waiting(groups: Iterable[Any]) -> list[Any]:
     return [p for p in gathered(groups) if _shown(p) is p.sharded_param]
 
 
+def holders(groups: Iterable[Any]) -> list[nn.Module]:
+    """Lists the modules whose own parameters are in some groups."""
+    return [*{parameter._module_info.module: None for parameter in _parameters(groups)}]
+
+
 def is_in_backward() -> bool:
     """Returns whether this thread runs a backward, as one that recomputes a forward does."""
     return torch._C._current_graph_task_id() != -1

@@ -128,7 +128,27 @@ class Scaled(Classifier):
         self.scale.grad.mul_(self.scale.grad.abs() / (self.scale.grad.abs() + 0.01))
 
 
-MODULES: dict[str, type[Classifier]] = {"passing": Passing, "listed": Listed, "scaled": Scaled}
+class Adversarial(Classifier):
+    """Takes a gradient by its input, and calls the model again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch[0].clone().requires_grad_(), batch[1]
+        loss = F.cross_entropy(self.model(x), y)
+        (gradient,) = torch.autograd.grad(loss, x, retain_graph=batch_idx > 0)
+        again = F.cross_entropy(self.model(x.detach() + 0.1 * gradient.sign()), y)
+        return again + loss if batch_idx else again
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            self.log("val_loss", self.training_step(batch, 0), sync_dist=True)
+
+
+MODULES: dict[str, type[Classifier]] = {
+    "passing": Passing,
+    "listed": Listed,
+    "scaled": Scaled,
+    "adversarial": Adversarial,
+}
 
 
 def fit(name: str, devices: int) -> State:
@@ -146,7 +166,7 @@ def fit(name: str, devices: int) -> State:
     return state_of(module)
 
 
-@pytest.mark.some("passing")
+@pytest.mark.some("passing", "adversarial")
 @pytest.mark.parametrize("name", MODULES)
 def test_equals_one_device(workers: WorkerPool, name: str) -> None:
     (expected,) = workers.run(1, fit, name, 1)

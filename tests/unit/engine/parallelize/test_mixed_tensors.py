@@ -208,6 +208,15 @@ def test_a_part_without_rows_is_explained(operation: Callable[[Tensor], Any]) ->
     assert "this rank has no row of it" in caught.value.__notes__[0]
 
 
+def test_a_gradient_by_a_shard_is_explained() -> None:
+    x, shard = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    for has_units in (True, False):
+        with pytest.raises(RuntimeError) as caught, explain_shard_errors(has_units=has_units):
+            torch.autograd.grad(x.sum(), shard)
+        notes = getattr(caught.value, "__notes__", [])
+        assert any("reshard_after_forward=False" in note for note in notes) == has_units
+
+
 @pytest.mark.parametrize("error", [ValueError("a step has computed"), RuntimeError("other")])
 def test_other_errors_have_no_advice(error: Exception) -> None:
     note_shard_errors(error)
