@@ -68,6 +68,7 @@ class RunSetup(LayoutFreeCheckpoints):
     """Sets runs up; see the module's docstring."""
 
     _is_laid_out = False
+    _is_building = False
     _undo: tuple[Callable[[], object], ...] = ()
 
     # --- the order ---------------------------------------------------------------------------
@@ -97,7 +98,7 @@ class RunSetup(LayoutFreeCheckpoints):
     @override
     def lay_out_once(self) -> None:
         """Places the model, once per run: in the load of a checkpoint, or else in ``setup``."""
-        if self._is_laid_out:
+        if self._is_laid_out or self._is_building:  # ``configure_model`` may load one, too
             return
         trainer = self.module.trainer
         assert self.accelerator is not None
@@ -122,8 +123,12 @@ class RunSetup(LayoutFreeCheckpoints):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Runs ``configure_model`` with rank 0's random numbers, whatever it keeps of them."""
-        with first_ranks_numbers(self.world_group, self.root_device):
-            yield
+        self._is_building = True
+        try:
+            with first_ranks_numbers(self.world_group, self.root_device):
+                yield
+        finally:
+            self._is_building = False
 
     @property
     def is_fitting(self) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_dist import FSDPStrategy
+from lightning_dist import DDPStrategy, FSDPStrategy, MeshStrategy
+from lightning_dist.checkpoint import load_full
 from tests.helpers.networks.models import (
     Classifier,
     ConvLayer,
@@ -111,3 +114,71 @@ def test_a_model_that_each_rank_has_built_begins_with_the_first_ones_weights(
     for initial in workers.run(2, fit_built_early):
         for name, value in expected.items():
             assert torch.equal(initial[name], value), name
+
+
+class Communicates(BuiltLate):
+    """Asks other ranks while it builds its layers, and loads weights."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.answers: list[Any] = []
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.answers:
+            return
+        strategy, rank = self.trainer.strategy, self.global_rank
+        numbers = torch.arange(3.0) + rank
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, {"rank": rank})
+        self.answers = [
+            objects,
+            strategy.broadcast({"from": rank}),
+            strategy.reduce(numbers.clone(), reduce_op="sum").tolist(),
+            (2 * self.all_gather(numbers)).flatten().tolist(),
+            numbers.tolist(),
+            strategy.reduce_boolean_decision(rank == 0),
+        ]
+        saved = strategy.load_checkpoint(self.path)["state_dict"]
+        self.load_state_dict({name: value + 1 for name, value in saved.items()})
+
+
+def communicate(strategy: Any, path: str) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(7)
+    options: dict[str, Any] = {"precision": "64-true", "max_steps": 1}
+    earlier = make_trainer(devices=2, strategy=DDPStrategy(), **options)
+    earlier.fit(BuiltLate(), make_loader(8), make_loader(8))
+    earlier.save_checkpoint(path)
+    module = Communicates(path)
+    trainer = make_trainer(devices=2, strategy=strategy, **options)
+    trainer.fit(module, make_loader(8), make_loader(8))
+    return module.answers, module.initial, load_full(path)["state_dict"]
+
+
+@pytest.mark.some("fsdp")
+@pytest.mark.parametrize(
+    "strategy",
+    [DDPStrategy(), FSDPStrategy(), MeshStrategy(dp_shard=2)],
+    ids=["ddp", "fsdp", "mesh"],
+)
+def test_ranks_may_communicate_while_a_model_is_built(
+    workers: WorkerPool, strategy: Any, tmp_path: Path
+) -> None:
+    for rank, found in enumerate(workers.run(2, communicate, strategy, str(tmp_path / "a.ckpt"))):
+        answers, initial, saved = found
+        own, other = torch.arange(3.0) + rank, torch.arange(3.0) + 1 - rank
+        both = [own, other] if rank == 0 else [other, own]
+        assert answers == [
+            [{"rank": 0}, {"rank": 1}],
+            {"from": 0},
+            (own + other).tolist(),
+            (2 * torch.cat(both)).tolist(),
+            own.tolist(),
+            False,
+        ]
+        assert_close(
+            {name: initial[name] for name in saved if name in initial},
+            {name: value + 1 for name, value in saved.items() if name in initial},
+        )
+        assert "model.0.conv.weight" in initial

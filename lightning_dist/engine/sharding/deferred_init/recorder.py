@@ -1,9 +1,10 @@
 """The dispatch mode that puts a constructor's operations onto a tape.
 
 The mode sits below autograd and sees each operation on tensors, from any caller. An operation runs
-on meta tensors for the shapes of its results, and is recorded. Three kinds run for real, too:
+on meta tensors for the shapes of its results, and is recorded. Four kinds run for real, too:
 random operations, whose generator must advance; operations whose result is a value (``item``, and
-with it ``if`` and ``nonzero``); and operations that write to a real tensor.
+with it ``if`` and ``nonzero``); operations that write to a real tensor; and collectives, of values
+or of objects, whose results are recorded as constants.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _FILLS = frozenset(
         _aten.zero_.default,
     }
 )
+_COLLECTIVES = ("c10d", "_c10d_functional")
 FIX = (
     "Build the model in `__init__` instead of `configure_model`, or pass meta_init=False to the"
     " strategy."
@@ -98,6 +100,8 @@ class Recorder(TorchDispatchMode):
             is_view = torch.Tag.inplace_view in func.tags
             if is_view or not (deferred or made):
                 return func(*args, **kwargs)
+            if func.namespace in _COLLECTIVES:
+                return self._communicate(func, args, kwargs)
             return self._record(func, args, kwargs)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,6 +127,19 @@ class Recorder(TorchDispatchMode):
                 real = self.tape.run_now(operation, keep=operation.generator is None)
             returned = _stand_in(func, real, written, kwargs)
         self._append(operation, returned)
+        return returned
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a collective on the values of deferred tensors, and records what it has written."""
+        deferred = [t for t in tensors_in((args, kwargs)) if self.tape.knows(t)]
+        values = {id(tensor): self.value(tensor).clone() for tensor in deferred}
+        args, kwargs = map_tensors(lambda t: values.get(id(t), t), (args, kwargs))
+        returned = func(*args, **kwargs)
+        for work in returned if isinstance(returned, tuple) else ():
+            if isinstance(work, torch.ScriptObject):  # else another thread may still write
+                work.wait()
+        for tensor in deferred:
+            self._record(_aten.copy_.default, (tensor, values[id(tensor)]), {})
         return returned
 
     def value(self, tensor: Tensor) -> Tensor:
