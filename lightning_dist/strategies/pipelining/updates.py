@@ -137,6 +137,9 @@ class Updates:
 
         Returns:
             The return value of ``closure`` or of ``apply``, whichever was called.
+
+        Raises:
+            ValueError: An asynchronous batch was not run in the optimizer's step.
         """
         self._is_in_step, self._has_run = True, False
         try:
@@ -147,7 +150,15 @@ class Updates:
                     if self._pipeline.batches_since_drain < self._pipeline.delay:
                         return closure()
                     result = apply()
-                self._end_update(optimizer)
+                if self._pipeline.has_gradients:
+                    self._end_update(optimizer)
+                elif self._pipeline.asynchronous:
+                    raise ValueError(
+                        "The optimizer has stepped without its closure, which runs the batch. An"
+                        " asynchronous schedule keeps the weights of each update of a batch, so"
+                        " there is none beside. Call `optimizer.step(closure=optimizer_closure)`"
+                        " once for each batch, or use a synchronous schedule like '1f1b'."
+                    )
                 return result
         finally:
             self._is_in_step = False

@@ -11,7 +11,13 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
 
 from lightning_dist import PipelineStrategy
-from tests.helpers.networks.models import Classifier, make_loader, make_module, make_trainer
+from tests.helpers.networks.models import (
+    Classifier,
+    make_loader,
+    make_module,
+    make_trainer,
+    state_of,
+)
 from tests.helpers.processes.workers import WorkerPool
 
 
@@ -78,7 +84,18 @@ class SettingRates(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class UpdatesTwice(Classifier):
+    """Takes two steps by one gradient."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer.step(closure=optimizer_closure)
+        optimizer.step()
+
+
 KINDS = {
+    "no closure": UpdatesTwice,
     "LBFGS": Quasi,
     "norm": Normed,
     "memory": Memorising,
@@ -86,7 +103,12 @@ KINDS = {
     "closure": EvaluatingTwice,
     "rates": SettingRates,
 }
-SCHEDULES = {"changes": "zbv", "closure": "pipedream", "rates": "pipedream"}
+SCHEDULES = {
+    "changes": "zbv",
+    "closure": "pipedream",
+    "no closure": "pipedream",
+    "rates": "pipedream",
+}
 
 
 def refused(kind: str) -> tuple[str, str]:
@@ -109,6 +131,7 @@ def refused(kind: str) -> tuple[str, str]:
         ("norm", "by the gradients of others"),
         ("memory", "keep nothing of a step for the next"),
         ("closure", "has called its closure twice"),
+        ("no closure", "has stepped without its closure"),
         ("changes", "in hooks such as `on_train_batch_start`"),
         ("rates", "has changed ['lr'] of the optimizer's parameter groups"),
     ],
@@ -117,3 +140,19 @@ def test_what_cannot_be_done_is_refused(workers: WorkerPool, kind: str, message:
     for error, text in workers.run(2, refused, kind):
         assert error == "ValueError", (error, text)
         assert message in text
+
+
+def update_twice(schedule: str, devices: int) -> dict[str, Tensor]:
+    module = make_module(UpdatesTwice)
+    strategy: Any = PipelineStrategy(schedule=schedule) if devices > 1 else "auto"
+    make_trainer(devices=devices, strategy=strategy).fit(module, make_loader(), make_loader(8))
+    return state_of(module)
+
+
+@pytest.mark.some("1f1b")
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_synchronous_schedule_may_update_twice(workers: WorkerPool, schedule: str) -> None:
+    (expected,) = workers.run(1, update_twice, schedule, 1)
+    for state in workers.run(2, update_twice, schedule, 2):
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)

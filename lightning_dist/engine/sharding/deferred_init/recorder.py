@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
         returned = func(*args, **kwargs)
         for work in returned if isinstance(returned, tuple) else ():
             if isinstance(work, torch.ScriptObject):  # else another thread may still write
-                work.wait()
+                work.wait()  # type: ignore[attr-defined]
         for tensor in deferred:
             self._record(_aten.copy_.default, (tensor, values[id(tensor)]), {})
         return returned
