@@ -50,7 +50,8 @@ class FSDPStrategy(ShardedStrategy):
         reduce_dtype: Dtype in which gradients are reduced, with ``precision="bf16-mixed"`` or
             ``"16-mixed"``, or with the callback ``MixedPrecision``.
         sync_every_microstep: With ``accumulate_grad_batches``, whether to reduce gradients in each
-            backward, for memory: between micro-steps a rank holds a shard of them, not all.
+            backward, for memory: between micro-steps a rank holds a shard of them, not all. So it
+            is in any case where ``on_after_backward`` is overridden, which sees them.
         meta_init: Whether ``configure_model`` builds without memory, to be filled shard by shard.
         compile: Whether to compile the units' forwards with ``torch.compile``; of nested units,
             those that have no other inside.

@@ -26,6 +26,7 @@ from lightning_dist.engine.parallelize.separate_updates import check_separate_up
 from lightning_dist.engine.sharding.fully_shard import is_left_whole
 from lightning_dist.engine.tensors.dtensor import take_whole_numbers
 from lightning_dist.strategies.base import lightning_internals
+from lightning_dist.strategies.base.callback_order import is_overridden_by_user
 from lightning_dist.strategies.base.clipping import ClipGradNorm, norms_of_whole_gradient
 from lightning_dist.strategies.base.metrics import reduce_metrics_over
 from lightning_dist.strategies.base.model_checks import (
@@ -52,6 +53,7 @@ class ShardedStrategy(ShardedPlacement):
     """Base class; see the module's docstring."""
 
     _is_accumulating = False
+    _reduces_each = False
     _hook_check: HookCheck | None = None
 
     # --- the model ---------------------------------------------------------------------------
@@ -85,10 +87,12 @@ class ShardedStrategy(ShardedPlacement):
         super().connect_loops(trainer)
         if self.mesh.pp == 1:  # those of stages are reduced over the last ones
             self._undo += (reduce_metrics_over(self.module.modules(), self.data_group),)
+        self._reduces_each = self._shard_config.sync_every_microstep
         if self.is_fitting and self.sharded.is_sharded:
-            reduces_each = self._shard_config.sync_every_microstep
+            # Such a hook may change the sum so far, of which no rank would have its part.
+            self._reduces_each |= is_overridden_by_user(("on_after_backward",), self.module)
             self._hook_check = HookCheck(
-                self.module, self.sharded.gathered, reduces_each=reduces_each
+                self.module, self.sharded.gathered, reduces_each=self._reduces_each
             )
 
     @override
@@ -252,7 +256,7 @@ class ShardedStrategy(ShardedPlacement):
         stays = self.sharded.no_sync() if self._replica is None else self.keeping_gradients()
         self._is_accumulating = True
         try:
-            with nullcontext() if self._shard_config.sync_every_microstep else stays:
+            with nullcontext() if self._reduces_each else stays:
                 yield
         finally:
             self._is_accumulating = False

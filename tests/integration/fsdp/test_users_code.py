@@ -143,7 +143,16 @@ class Adversarial(Classifier):
             self.log("val_loss", self.training_step(batch, 0), sync_dist=True)
 
 
+class Bounded(Classifier):
+    """Bounds each element behind each backward, of several for an update."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-0.02, 0.02)
+
+
 MODULES: dict[str, type[Classifier]] = {
+    "bounded": Bounded,
     "passing": Passing,
     "listed": Listed,
     "scaled": Scaled,
@@ -158,7 +167,8 @@ def fit(name: str, devices: int) -> State:
         strategy = FSDPStrategy(wrap=ByClass(["Routed", "Up", "Noting"]))
         if name != "passing":
             strategy = FSDPStrategy()
-    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
+    options = {"accumulate_grad_batches": 3} if name == "bounded" else {}
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2, **options)
     loader = make_loader(NUM_SAMPLES)
     if devices > 1:
         loader = share_of(int(os.environ["RANK"]), NUM_SAMPLES)
@@ -166,7 +176,7 @@ def fit(name: str, devices: int) -> State:
     return state_of(module)
 
 
-@pytest.mark.some("passing", "adversarial")
+@pytest.mark.some("passing", "adversarial", "bounded")
 @pytest.mark.parametrize("name", MODULES)
 def test_equals_one_device(workers: WorkerPool, name: str) -> None:
     (expected,) = workers.run(1, fit, name, 1)
