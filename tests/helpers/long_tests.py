@@ -2,7 +2,7 @@
 
 Three marks say so:
 
-- A ``long`` test runs with ``--all`` only: what it tests, shorter tests do too.
+- A ``long`` test runs with ``--all`` only: what it runs, shorter tests run too.
 - Of a matrix marked ``each_value``, so many cells run that each value of each parameter occurs.
   They are chosen by a hash of their names, so the same ones run everywhere, from all over the
   matrix.
