@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.engine.sharding.fully_shard import reshard
-from lightning_dist.engine.sharding.gathered import gathered, groups_of, holders, is_in_backward
+from lightning_dist.engine.sharding.gathered import are_gathered, groups_of, holders, is_in_backward
 
 
 class CallsBesideSteps:
@@ -61,7 +61,7 @@ class CallsBesideSteps:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _gather_again(self, *_: object) -> None:
-        if self._is_in_step and not is_in_backward() and not gathered(self._groups):
+        if self._is_in_step and not is_in_backward() and not are_gathered(self._groups):
             cast(FSDPModule, self._root).unshard()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -60,6 +60,12 @@ def gathered(groups: Iterable[Any]) -> list[Any]:
     return [p for p in _parameters(groups) if p.sharded_state is ShardedState.UNSHARDED]
 
 
+def are_gathered(groups: Iterable[Any]) -> bool:
+    """Returns whether there are copies of each group's parameters, which FSDP2 gathers together."""
+    firsts = (next(iter(group.fsdp_params)) for group in groups if group.fsdp_params)
+    return all(first.sharded_state is ShardedState.UNSHARDED for first in firsts)
+
+
 def waiting(groups: Iterable[Any]) -> list[Any]:
     """Lists those whose copies wait while their shards are shown."""
     return [p for p in gathered(groups) if _shown(p) is p.sharded_param]
