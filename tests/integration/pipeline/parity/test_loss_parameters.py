@@ -179,8 +179,7 @@ def test_equals_a_single_device(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     expected, metrics = fit(Beside, 1, "auto", **UPDATES)
     assert_equal(joined([state for state, _ in ranks]), expected)
-    for _, logged in ranks:
-        assert logged[0] == pytest.approx(metrics[0], abs=1e-12)
+    assert all(logged[0] == pytest.approx(metrics[0], abs=1e-12) for _, logged in ranks)
 
 
 def test_computes_in_half_precision_as_a_single_device(
